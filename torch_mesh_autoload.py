@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-# All that opens a model, a quantised config or a GGUF file imports one of these.
+# All that opens a model, a quantized config or a GGUF file imports one of these.
 _AWAITED = ("transformers.quantizers.auto", "transformers.integrations.gguf")
 _registered = False
 

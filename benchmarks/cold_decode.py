@@ -79,7 +79,7 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
     source = synthetic.checkpoint(directory, shape)
     dense = synthetic.dense_bytes(source)
     ours = synthetic.store(directory, shape, "int4")
-    quantised = synthetic.gguf(directory, shape, "Q4_0")
+    quantized = synthetic.gguf(directory, shape, "Q4_0")
     offloaded = synthetic.offload_folder(directory, shape)
     # llama.cpp has its dense weights in 4 bits too; its file holds nothing but those and the experts.
     llama_experts = shape.expert_bytes_bf16 // 2 * 18 // 32
@@ -87,8 +87,8 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
         Contender,
         script="llama.py",
         python=synthetic.PEERS_PYTHON,
-        model=quantised,
-        dense_bytes=quantised.stat().st_size - llama_experts,
+        model=quantized,
+        dense_bytes=quantized.stat().st_size - llama_experts,
         expert_bytes=llama_experts,
         warm_up=tokens // 4,
         measured=tokens,

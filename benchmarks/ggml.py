@@ -1,4 +1,4 @@
-"""Call llama.cpp's quantisers in the library that peers.sh installs."""
+"""Call llama.cpp's quantizers in the library that peers.sh installs."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def round_trip(
     if written != packed.nbytes:
         raise RuntimeError(f"{name}: {written} bytes written, {packed.nbytes} expected")
     back = np.empty_like(weights)
-    dequantise = getattr(library, f"dequantize_row_{_suffix(name)}")
-    dequantise.restype = None
-    dequantise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    dequantise(packed.ctypes.data, back.ctypes.data, weights.size)
+    dequantize = getattr(library, f"dequantize_row_{_suffix(name)}")
+    dequantize.restype = None
+    dequantize.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    dequantize(packed.ctypes.data, back.ctypes.data, weights.size)
     return back, 8 * packed.nbytes / weights.size

@@ -4,7 +4,7 @@ groups of 128 has less than IQ3_XXS, which has 0.06 bits fewer. The claim is mis
 IQ4_XS of as many bits, and by tcq3 in groups of 32 against IQ3_S, which has 0.06 bits fewer. tcq2 in groups of 32 has
 more error than IQ2_S, which has more bits.
 
-The error is the root mean square of the rounding error, relative to that of the weights. llama.cpp's quantisers run in
+The error is the root mean square of the rounding error, relative to that of the weights. llama.cpp's quantizers run in
 its own library, in the same process, with an importance matrix of ones (which enables another search) and, if possible,
 without; the better result counts. Weights are Gaussian, or all experts of examples/mesh-tiny concatenated: its rows of
 64 and 192 are too short for a Q4_K super-block of 256. "Output" is the error of one expert's output with float64

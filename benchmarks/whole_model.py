@@ -58,11 +58,11 @@ def mesh_name(weights: str, dense: str) -> str:
 def systems(directory: Path, shape: synthetic.Shape, weights: str, group: Sequence[str]) -> list[System]:
     source = synthetic.checkpoint(directory, shape)
     own = source if weights == "bf16" else synthetic.store(directory, shape, weights)
-    quantised = synthetic.gguf(directory, shape, LLAMA_FORM[weights])
+    quantized = synthetic.gguf(directory, shape, LLAMA_FORM[weights])
     in_bf16 = {"grouped_mm": GROUPED_MM, "eager": "transformers bf16, eager"}
     return [
         *(mesh(weights, dense, own) for dense in group),
-        System("warm_llama.py", synthetic.PEERS_PYTHON, quantised, {"": f"llama.cpp {LLAMA_FORM[weights]}"}),
+        System("warm_llama.py", synthetic.PEERS_PYTHON, quantized, {"": f"llama.cpp {LLAMA_FORM[weights]}"}),
         System("warm_transformers.py", Path(sys.executable), source, in_bf16),
     ]
 

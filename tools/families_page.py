@@ -35,7 +35,7 @@ The families of transformers {transformers.__version__} that torch_mesh runs. Te
 patched and unpatched. They fail for a family that is neither listed here nor refused below.
 
 Each family takes every format: {in_words(ROUNDED_FORMATS)}, in groups of 32, 64 or 128, made from
-bf16, fp16 or fp32, or from any [quantised checkpoint](checkpoints.md).
+bf16, fp16 or fp32, or from any [quantized checkpoint](checkpoints.md).
 
 - **model types**: those of the family that hold these experts. A model that contains a language model of another
   family, as Kimi K2.5 contains DeepSeek V3, behaves like that family.

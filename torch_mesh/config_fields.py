@@ -207,7 +207,7 @@ class StatsFields:
         "File to which statistics are appended, one line of JSON at a time. A line is "
         "`Stats.to_dict(experts=False)` with `time`, `forward`, `run` (a name for the lines of one pool), the "
         "resident experts, the memory by owner, and the model, format, policy and machine. `torch-mesh "
-        "report` summarises them. Each model needs its own file, and a [rank](scaleout.md) writes "
+        "report` summarizes them. Each model needs its own file, and a [rank](scaleout.md) writes "
         "`NAME.rank0.jsonl` for `NAME.jsonl`. A failed write warns once and has no other effect.",
     )
     every: int = _field(
@@ -241,7 +241,7 @@ class ConfigFields:
         '[Format](formats.md) of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
         "nearest](checkpoints.md), and bf12 for what is converted of bf16 into `store`; with `max_error`, the fastest. "
         f"{PASSTHROUGH_FORMATS[0]} and all after it hold "
-        "the codes of a [quantised checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
+        "the codes of a [quantized checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
         of_checkpoint=True,
     )
     max_error: float | None = _field(
@@ -275,7 +275,7 @@ class ConfigFields:
         one_of(*GROUP_SIZES),
         "How many weights share a scale along the input. Use 128 for "
         f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for [formats](formats.md) "
-        'with one size, and for codes that a quantised checkpoint keeps: with `weights="auto"`, or with the format of '
+        'with one size, and for codes that a quantized checkpoint keeps: with `weights="auto"`, or with the format of '
         "its codes and no `group_size`.",
         of_checkpoint=True,
     )

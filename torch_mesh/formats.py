@@ -37,7 +37,7 @@ class WeightFormat:
     none. ``group_sizes`` are the weights that share a scale; 0 means one scale for each output, or none.
 
     ``errors`` is the relative RMS error of Gaussian weights by group size. It is empty for a format that holds the
-    codes of a quantised checkpoint unchanged: no weights are rounded to it.
+    codes of a quantized checkpoint unchanged: no weights are rounded to it.
 
     ``dense`` is whether linear layers outside the experts can have the format, ``calibrated`` whether
     ``pack_calibrated`` packs it, ``codes`` whether a record of it can be made of a checkpoint's own codes, and ``gpu``
@@ -274,7 +274,7 @@ def is_format(weights: object) -> TypeGuard[str]:
 
 
 def is_passthrough(weights: str) -> bool:
-    """Whether such records hold the codes of a quantised checkpoint, so that nothing is rounded to them."""
+    """Whether such records hold the codes of a quantized checkpoint, so that nothing is rounded to them."""
     return is_format(weights) and not FORMATS[weights].rounded
 
 

@@ -16,7 +16,7 @@ from serve import serve
 FORMS = {"int4, block 32": (4, 32, 0), "int4, block 32, int8 activations": (4, 32, 4), "int8, block 32": (8, 32, 0)}
 
 
-def quantised(distinct: Array, bits: int, block: int) -> tuple[Array, Array]:
+def quantized(distinct: Array, bits: int, block: int) -> tuple[Array, Array]:
     """[n, out, in] -> unsigned values, two per byte in 4 bits, and float32 scales [n, out, in / block]."""
     count, out, depth = distinct.shape
     half = 1 << (bits - 1)
@@ -74,8 +74,8 @@ def router_logits(ids: Array) -> Array:
 
 
 def variant(bits: int, block: int, accuracy: int, distinct: tuple[Array, Array], threads: int) -> Variant:
-    gate_up, gate_up_scales = map(repeated, quantised(interleaved(distinct[0]), bits, block))
-    down, down_scales = map(repeated, quantised(distinct[1], bits, block))
+    gate_up, gate_up_scales = map(repeated, quantized(interleaved(distinct[0]), bits, block))
+    down, down_scales = map(repeated, quantized(distinct[1], bits, block))
     initializers = {
         "gate_up": gate_up,
         "gate_up_scales": gate_up_scales,

@@ -1,4 +1,4 @@
-"""torch's quantised CPU products on the layer of layer_peers.py, two per expert with the rest of the layer in eager
+"""torch's quantized CPU products on the layer of layer_peers.py, two per expert with the rest of the layer in eager
 mode."""
 
 from __future__ import annotations

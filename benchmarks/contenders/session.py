@@ -1,7 +1,7 @@
 """One session of one system in its own process: open the model, read a prompt, warm up, decode, report.
 
 Standard library only, since every contender has its own environment. Tokens are a seeded stream, not the model's
-choice. So all systems have the same inputs whatever the effect of quantisation, and no random model repeats a few
+choice. So all systems have the same inputs whatever the effect of quantization, and no random model repeats a few
 tokens whose experts any cache would hold. The routing is the model's own.
 """
 

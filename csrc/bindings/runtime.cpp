@@ -173,7 +173,7 @@ thread_local PendingInterrupt pending_interrupt;
 thread_local bool handling_signals = false;
 
 // Python delivers signals to its main thread only. Other threads return without the GIL: taking it
-// would end them in a process that is finalising.
+// would end them in a process that is finalizing.
 bool interrupted() {
   if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();

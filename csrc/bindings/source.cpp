@@ -110,7 +110,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
     const auto table = value.cast<py::dict>();
     if (codes != nullptr && table.contains("order")) {
       *codes = codes_from(table, pieces);
-      result.quantised = true;
+      result.quantized = true;
       continue;
     }
     RawPlace place = place_from(table, pieces);
@@ -316,7 +316,7 @@ void RawViews::check(const RecordLayout& layout, std::span<const int64_t> piece_
   const auto matrix = [&](const RawView& floats, const RawCodes& codes, int64_t rows,
                           int64_t columns, const char* name) {
     const PackedMatrix& packed = &codes == &down_codes ? layout.down : layout.gate_up;
-    if (quantised) return check_codes(codes, packed.format, rows, columns, name, piece_bytes);
+    if (quantized) return check_codes(codes, packed.format, rows, columns, name, piece_bytes);
     check_floats(floats, type, rows, columns, name, piece_bytes);
   };
   if (layout.gated) matrix(gate, gate_codes, layout.intermediate, layout.hidden, "gate");
@@ -338,7 +338,7 @@ void RawViews::pack(const RecordLayout& layout, std::span<const std::byte* const
     return {pieces[static_cast<size_t>(raw.place.piece)] + raw.place.offset, type, raw.row_stride,
             raw.column_stride};
   };
-  if (!quantised) {
+  if (!quantized) {
     pack_record(layout,
                 ExpertViews{.gate = layout.gated ? floats(gate) : MatrixView{},
                             .up = floats(up),

@@ -39,7 +39,7 @@ struct RawCodes {
 
 struct RawViews {
   ScalarType type = ScalarType::kBf16;
-  bool quantised = false;  // gate, up and down are in codes
+  bool quantized = false;  // gate, up and down are in codes
   RawView gate, up, down, gate_bias, up_bias, down_bias;
   RawCodes gate_codes, up_codes, down_codes;
 

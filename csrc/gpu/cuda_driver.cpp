@@ -17,7 +17,7 @@ constexpr const char* kLibrary = "libcuda.so.1";
 
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
-constexpr unsigned kStreamNonBlocking = 1;  // not synchronised with the default stream, torch's
+constexpr unsigned kStreamNonBlocking = 1;  // not synchronized with the default stream, torch's
 constexpr unsigned kHostAllocPortable = 1;
 constexpr unsigned kDisableTiming = 2;
 constexpr int kThreadLocal = 1;     // captures of other threads do not restrict this one

@@ -67,7 +67,7 @@ class Driver {
 // Loads CUDA's driver. Throws Error(kDevice) if it is missing or too old, and for a device that
 // does not exist. `library`: another file, for tests.
 std::shared_ptr<Driver> open_cuda_driver(int32_t device, const char* library = nullptr);
-// Returns "CUDA driver 12.8", or why there is none. Initialises the driver, after which no forked
+// Returns "CUDA driver 12.8", or why there is none. Initializes the driver, after which no forked
 // child of this process can use CUDA; touches no device.
 std::string describe_cuda_driver(const char* library = nullptr);
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int32_t kMaxTaskColumns = kMaxGroup;
 
-// A task covers whole groups of the hidden activations, so that it can quantise them itself.
+// A task covers whole groups of the hidden activations, so that it can quantize them itself.
 int32_t task_columns(const RecordLayout& layout) { return operand_columns(layout.down); }
 
 // One block's part of a bias, padded; nullptr where there is none.

@@ -106,7 +106,7 @@ struct PlainProducts {
 
 // A group of 64 columns while its codes are chosen, input by input. One object serves all groups of
 // a block in turn. It is zeroed before the first, and may carry state from a group to the next.
-struct QuantisedGroup {
+struct QuantizedGroup {
   int32_t depth;
   const float* importance;                   // [depth] weights of the inputs' squared errors
   alignas(64) float scale[kBlockColumns];    // as it will be stored
@@ -117,14 +117,14 @@ struct QuantisedGroup {
 
 // Rounds groups to a format input by input, so that an input's rounding error can change the
 // targets of later inputs (pack_calibrated.h). Targets and values are [inputs][kBlockColumns].
-struct GroupQuantiser {
+struct GroupQuantizer {
   // Chooses the scales from all targets of the group, before its first input's codes. nullptr: the
-  // format has no quantiser of this kind.
-  void (*begin)(const float* targets, QuantisedGroup& group) = nullptr;
+  // format has no quantizer of this kind.
+  void (*begin)(const float* targets, QuantizedGroup& group) = nullptr;
   // Chooses the codes of input k of the group for its targets, and writes their values.
-  void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values) = nullptr;
+  void (*quantize)(const float* targets, int32_t k, QuantizedGroup& group, float* values) = nullptr;
   // Writes scales and words.
-  void (*finish)(const QuantisedGroup& group, std::byte* to) = nullptr;
+  void (*finish)(const QuantizedGroup& group, std::byte* to) = nullptr;
 };
 
 // The cost of a squared distance of one level while codes of a trellis are chosen.
@@ -186,7 +186,7 @@ struct FormatKernels {
   // depth is even. nullptr: a format of codes, or a trellis.
   void (*pack_group)(const float* panel, int32_t depth, std::byte* group) = nullptr;
   TrellisPacking pack_trellis = {};
-  GroupQuantiser quantiser = {};
+  GroupQuantizer quantizer = {};
 };
 
 struct KernelTable {

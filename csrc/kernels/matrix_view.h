@@ -63,7 +63,7 @@ struct ExpertViews {
   MatrixView gate_bias, up_bias, down_bias;
 };
 
-// The same, quantised.
+// The same, quantized.
 struct ExpertCodes {
   CodesView gate, up, down;
   MatrixView gate_bias, up_bias, down_bias;

@@ -32,9 +32,9 @@ inline void to_floats(const void* values, ScalarType type, int32_t count, float*
   __builtin_memcpy(floats + whole, converted, rest * sizeof(float));
 }
 
-// Quantises symmetrically, by the largest magnitude. One value that is not finite makes the scale
+// Quantizes symmetrically, by the largest magnitude. One value that is not finite makes the scale
 // NaN, so that the row's outputs are NaN.
-inline void quantise_group(const float* values, int32_t count, uint8_t* bytes, float* scale,
+inline void quantize_group(const float* values, int32_t count, uint8_t* bytes, float* scale,
                            int32_t* sum) {
   Words largest = broadcast_word(0);
   for (int32_t i = 0; i < count; i += kLanes) {
@@ -73,7 +73,7 @@ inline void store_operands(const float* values, int32_t column, int32_t count,
   auto* sums = reinterpret_cast<int32_t*>(scales + shape.depth_padded / shape.group_size);
   for (int32_t i = 0; i < count; i += shape.group_size) {
     const int32_t group = (column + i) / shape.group_size;
-    quantise_group(values + i, shape.group_size, bytes + column + i, scales + group, sums + group);
+    quantize_group(values + i, shape.group_size, bytes + column + i, scales + group, sums + group);
   }
 }
 

@@ -1,4 +1,4 @@
-// Packing: quantises and lays out one expert; and unpacking.
+// Packing: quantizes and lays out one expert; and unpacking.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 namespace torch_mesh {
 
 // Writes layout.bytes bytes, padding included. The result depends on the weights alone: every
-// instruction set packs the same bits. Integer scales minimise the squared error of each group over
+// instruction set packs the same bits. Integer scales minimize the squared error of each group over
 // a set of candidates on the bf16 grid. A weight that is not finite makes its group's scale NaN, so
 // that it shows in the output instead of vanishing. Throws Error(kInvalid) when a view is missing,
 // or present and not part of the layout, and for a format of codes.
@@ -21,7 +21,7 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
                  const KernelTable& table);
 
-// The same, minimising the errors of products rather than of weights (pack_calibrated.h). A weight
+// The same, minimizing the errors of products rather than of weights (pack_calibrated.h). A weight
 // that is not finite spreads to the rest of its column. Throws Error(kInvalid) for bf16 and bf12,
 // too.
 void pack_record(const RecordLayout& layout, const ExpertViews& views, const ExpertMoments& moments,

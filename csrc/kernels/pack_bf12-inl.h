@@ -1,4 +1,4 @@
-// Packs a row of a tile of bf12. The compiler vectorises the loops for each target.
+// Packs a row of a tile of bf12. The compiler vectorizes the loops for each target.
 #pragma once
 
 #include <cstdint>

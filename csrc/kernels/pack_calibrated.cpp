@@ -19,7 +19,7 @@ class Block {
   Block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
         const InputMoments& moments, int32_t first_row)
       : table_(table),
-        quantiser_(table.of(matrix.format).quantiser),
+        quantizer_(table.of(matrix.format).quantizer),
         matrix_(matrix),
         view_(view),
         moments_(moments),
@@ -53,17 +53,17 @@ class Block {
   void pack_group(int32_t first, int32_t run, int32_t k, std::byte* to) {
     group_.depth = matrix_.group_size;
     group_.importance = importance_ + k;
-    quantiser_.begin(targets_ + k * kBlockColumns, group_);
+    quantizer_.begin(targets_ + k * kBlockColumns, group_);
     for (int32_t input = 0; input < matrix_.group_size; ++input) {
-      quantise_input(first, run, k + input, input);
+      quantize_input(first, run, k + input, input);
     }
-    quantiser_.finish(group_, to);
+    quantizer_.finish(group_, to);
   }
 
   // `k` counts from the run's first input, `in_group` from the group's.
-  void quantise_input(int32_t first, int32_t run, int32_t k, int32_t in_group) {
+  void quantize_input(int32_t first, int32_t run, int32_t k, int32_t in_group) {
     float* errors = errors_ + k * kBlockColumns;
-    quantiser_.quantise(targets_ + k * kBlockColumns, in_group, group_, errors);
+    quantizer_.quantize(targets_ + k * kBlockColumns, in_group, group_, errors);
     const float* weights = weights_ + k * kBlockColumns;
     for (int32_t i = 0; i < kBlockColumns; ++i) errors[i] = weights[i] - errors[i];
     const int32_t here = first + k, behind = here + 1;
@@ -91,13 +91,13 @@ class Block {
   static constexpr int32_t kRun = kMaxGroup > kSquare ? kMaxGroup : kSquare;
 
   const KernelTable& table_;
-  const GroupQuantiser& quantiser_;
+  const GroupQuantizer& quantizer_;
   const PackedMatrix& matrix_;
   const MatrixView& view_;
   const InputMoments& moments_;
   const int32_t first_row_, rows_;
   std::vector<float> fed_;  // [depth_padded][kBlockColumns] fed by earlier runs' errors
-  QuantisedGroup group_;
+  QuantizedGroup group_;
   alignas(64) float weights_[kRun * kBlockColumns];
   alignas(64) float targets_[kRun * kBlockColumns];
   alignas(64) float errors_[kRun * kBlockColumns];
@@ -140,7 +140,7 @@ class TrellisBlockPacker {
     pack_plain(block);
     for (int32_t s = 0, first = 0; s < kTrellisStreams; ++s) {
       const int32_t inputs = inputs_of(s);
-      quantise(s, first, inputs);
+      quantize(s, first, inputs);
       first += inputs;
     }
     trellis_.store(codes_.data(), matrix_, block);
@@ -193,7 +193,7 @@ class TrellisBlockPacker {
 
   // Chooses the codes of stream `s`, whose inputs are [first, first + inputs) in the order of the
   // moments.
-  void quantise(int32_t s, int32_t first, int32_t inputs) {
+  void quantize(int32_t s, int32_t first, int32_t inputs) {
     weigh(moments_.importance + first, inputs);
     uint16_t ring[kBlockColumns], now[kBlockColumns];
     const TrellisStream stream{steps_,
@@ -271,7 +271,7 @@ class TrellisBlockPacker {
 
 CalibrationOrder calibration_order(Format format) {
   if (is_trellis(format)) return {kTrellisStreams, kTrellisStep};
-  return {1, kernel_table().of(format).quantiser.begin != nullptr ? 1 : 0};
+  return {1, kernel_table().of(format).quantizer.begin != nullptr ? 1 : 0};
 }
 
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,

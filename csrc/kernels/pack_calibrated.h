@@ -1,4 +1,4 @@
-// Packing that minimises the errors of products rather than of weights: later inputs compensate the
+// Packing that minimizes the errors of products rather than of weights: later inputs compensate the
 // rounding error of an input's weights.
 //
 // With H the second moments of a projection's inputs, H = M D M^T with M unit upper triangular and

@@ -8,7 +8,7 @@
 namespace torch_mesh {
 namespace {
 
-// The scales that are tried put the group's largest magnitude at these quantised values. Least
+// The scales that are tried put the group's largest magnitude at these quantized values. Least
 // squares then improves each; the best after rounding to bf16 is kept. int8 gains only from a
 // slight clipping. int4 has one more negative value than positive ones, and the group's largest
 // magnitude gets it whatever its sign, as in ggml's Q4_0: the other sign of the scale, twice the
@@ -28,7 +28,7 @@ struct Int4Grid {
 };
 
 template <typename Grid>
-inline Floats quantise(Floats x, Floats inverse) {
+inline Floats quantize(Floats x, Floats inverse) {
   return round_to_integer(clamp(x * inverse, Grid::kLow, Grid::kHigh));
 }
 
@@ -114,7 +114,7 @@ inline void fit_scales(const Columns& columns, const Cost& cost, int first,
   for (int32_t k = 0; k < columns.depth; ++k) {
     const Floats x = columns.row(k);
     for (int i = 0; i < kTogether; ++i) {
-      const Floats q = quantise<Grid>(x, inverse[i]);
+      const Floats q = quantize<Grid>(x, inverse[i]);
       const Floats costly = cost(k, q);
       xq[i] = multiply_add(x, costly, xq[i]);
       qq[i] = multiply_add(q, costly, qq[i]);
@@ -144,10 +144,10 @@ inline Floats best_scale(const Columns& columns, const Cost& cost = {}) {
 
 // Replaces the values by their integers for the chosen scale, as floats.
 template <typename Grid>
-inline void quantise_columns(Columns& columns, Floats scale) {
+inline void quantize_columns(Columns& columns, Floats scale) {
   const Floats inverse = broadcast(1.0f) / scale;
   for (int32_t k = 0; k < columns.depth; ++k) {
-    store(columns.values + k * kLanes, quantise<Grid>(columns.row(k), inverse));
+    store(columns.values + k * kLanes, quantize<Grid>(columns.row(k), inverse));
   }
 }
 
@@ -202,7 +202,7 @@ inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group)
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Floats scale = best_scale<Int8Grid>(columns);
-    quantise_columns<Int8Grid>(columns, scale);
+    quantize_columns<Int8Grid>(columns, scale);
     store_scale(group, c, columns, scale);
     store_bytes_of(group, c, columns);
   }
@@ -212,7 +212,7 @@ inline void pack_int4_group(const float* panel, int32_t depth, std::byte* group)
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Floats scale = best_scale<Int4Grid>(columns);
-    quantise_columns<Int4Grid>(columns, scale);
+    quantize_columns<Int4Grid>(columns, scale);
     store_scale(group, c, columns, scale);
     store_nibbles(group, c, columns, 8);
   }

@@ -135,7 +135,7 @@ inline Lut4Fit best_lut4(const Columns& columns, const Cost& cost = {}) {
 }
 
 // Replaces the values by their codes.
-inline void quantise_lut4(Columns& columns, const Lut4Fit& fit) {
+inline void quantize_lut4(Columns& columns, const Lut4Fit& fit) {
   const Floats inverse = broadcast(1.0f) / fit.scale;
   for (int32_t k = 0; k < columns.depth; ++k) {
     const Floats position = multiply_add(columns.row(k), inverse, fit.zero);
@@ -147,7 +147,7 @@ inline void pack_lut4_group(const float* panel, int32_t depth, std::byte* group)
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Lut4Fit fit = best_lut4(columns);
-    quantise_lut4(columns, fit);
+    quantize_lut4(columns, fit);
     store_scale(group, c, columns, fit.scale);
     store_nibbles(group, c, columns, 0);
   }

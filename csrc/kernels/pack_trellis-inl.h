@@ -305,7 +305,7 @@ class TrellisColumns {
     for (int32_t k = 0; k < padded_; k += group_) place(panel + k * kBlockColumns, k);
   }
 
-  void quantise() {
+  void quantize() {
     for (int32_t stream = 0; stream < kTrellisStreams / 2; ++stream) {
       uint16_t ends[2 * kLanes];
       const int32_t steps = padded_ / kTrellisStreams;
@@ -428,7 +428,7 @@ inline void pack_trellis_block(const float* panel, int32_t depth, const PackedMa
   const TrellisBlock<Code> block(to, matrix.group_size, matrix.depth_padded);
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     TrellisColumns<Code> columns(panel + c, depth, matrix, scratch);
-    columns.quantise();
+    columns.quantize();
     columns.store(block, c, panel + c, to);
   }
 }

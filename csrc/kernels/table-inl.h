@@ -22,8 +22,8 @@
 #include "kernels/panel_products-inl.h"
 #include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
-#include "kernels/quantise_group-inl.h"
-#include "kernels/quantise_trellis-inl.h"
+#include "kernels/quantize_group-inl.h"
+#include "kernels/quantize_trellis-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -305,7 +305,7 @@ struct RoundedTrait {
   static constexpr FormatKernels kernels() {
     FormatKernels kernels = Kernels::template kernels<Target>();
     kernels.pack_group = kPackGroup;
-    kernels.quantiser = quantiser_of<Codes>();
+    kernels.quantizer = quantizer_of<Codes>();
     return kernels;
   }
 };

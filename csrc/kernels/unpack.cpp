@@ -16,7 +16,7 @@ uint32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
 }
 
 // Returns the number that the scale multiplies.
-float quantised_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
+float quantized_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
                    int32_t column) {
   switch (format) {
     case Format::kInt8:
@@ -174,7 +174,7 @@ float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, i
   if (matrix.format == Format::kNvfp4) {
     scale = scale * read_as<float>(block) / read_as<float>(block + sizeof(float));
   }
-  return scale * quantised_at(matrix.format, at, words, k % matrix.group_size, column);
+  return scale * quantized_at(matrix.format, at, words, k % matrix.group_size, column);
 }
 
 void unpack_matrix(const PackedMatrix& matrix, int32_t halves, const std::byte* blocks, float* to) {

@@ -22,7 +22,7 @@
 // block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
 // depth to max(64, group).
 //
-// These hold the codes of a checkpoint that was quantised before (docs/decisions/0044):
+// These hold the codes of a checkpoint that was quantized before (docs/decisions/0044):
 //   int8_fp16, int4_fp16: as int8 and int4, with fp16 scales
 //   mxfp4: words as int4's, a nibble being an E2M1 number; 64 E8M0 scales, a byte each, per 32.
 //          Byte 0, 2^-127, counts as zero in products; 255 is in no record.
@@ -122,7 +122,7 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// These levels minimise the error of Gaussian weights in groups of 32 (docs/decisions/0010). None
+// These levels minimize the error of Gaussian weights in groups of 32 (docs/decisions/0010). None
 // exceeds 64, so that four products with an activation of at most 127 fit 16 bits.
 alignas(16) inline constexpr uint8_t kLut4Levels[16] = {0,  7,  12, 16, 20, 23, 26, 29,
                                                         32, 35, 38, 42, 46, 51, 56, 63};

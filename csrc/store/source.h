@@ -11,7 +11,7 @@
 
 namespace torch_mesh {
 
-// The most pieces of an expert: gate, up, down and their biases; of quantised ones codes, scales,
+// The most pieces of an expert: gate, up, down and their biases; of quantized ones codes, scales,
 // zero points and order of each.
 inline constexpr int32_t kMaxPieces = 16;
 

@@ -28,7 +28,7 @@ struct RowCodes {
 int64_t coded_row_bytes(Format format, int64_t dim);
 
 // Rounds a row of values to coded_row_bytes(format, values.size()) bytes; each code is the nearest
-// for its scale. int8's scale has the largest magnitude at 127; int4's minimises the squared error
+// for its scale. int8's scale has the largest magnitude at 127; int4's minimizes the squared error
 // of its group over a set of candidates, as in records of experts. False where a value is not
 // finite: there is no code for it.
 bool encode_row(Format format, std::span<const float> values, std::byte* row);

@@ -26,7 +26,7 @@ constexpr int64_t kReorderDistance = 3;
 
 constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15u;
 
-// The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+// The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
 uint64_t mix(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;

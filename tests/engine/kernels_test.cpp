@@ -492,7 +492,7 @@ TEST(Linear, AgreesWithFloat64) {
               const double weight = matrix[int64_t{c} * depth + k];
               sum += weight * row[k];
               // The bound on the rounding of an activation: half a bf16 ulp, or half a
-              // quantisation step.
+              // quantization step.
               rounding +=
                   std::abs(weight) * (has_float_products(shape.format) ? std::abs(row[k]) * 0x1p-8
                                                                        : amax / 127 * 0.51);

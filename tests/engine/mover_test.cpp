@@ -363,7 +363,7 @@ TEST_F(MoverTest, AnInterruptedMoveCanBeRepeated) {
   EXPECT_GE(on.seen_table[14], 0);
 }
 
-TEST_F(MoverTest, MovesOfTwoThreadsAreSerialised) {
+TEST_F(MoverTest, MovesOfTwoThreadsAreSerialized) {
   MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   std::vector<std::thread> threads;
   for (ExpertId thread = 0; thread < 2; ++thread) {

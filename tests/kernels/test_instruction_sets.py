@@ -69,7 +69,7 @@ def test_an_object_has_no_instructions_beyond_its_set(path: Path) -> None:
     allowed = allowed_encodings(path)
     foreign = [text for encoding, text in code if encoding and encoding not in allowed]
     assert not foreign, f"{len(foreign)} instructions, the first: {foreign[:5]}"
-    # Without this the test would also pass if no encoding were recognised.
+    # Without this the test would also pass if no encoding were recognized.
     assert allowed <= {encoding for encoding, _ in code}
 
 

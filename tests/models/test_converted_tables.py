@@ -15,7 +15,7 @@ import torch
 import transformers
 from loopback_hub import MODEL, loopback_hub
 from peft import PeftModel
-from quantised import KINDS, change_config, rewrite
+from quantized import KINDS, change_config, rewrite
 from row_files import decoded
 from saved import assert_same_checkpoint
 from table_models import FAMILIES, QWEN, embeddings, reopen, save, save_adapter
@@ -97,14 +97,14 @@ def test_a_table_of_packed_words_is_converted_with_the_rest(tmp_path: Path, monk
     kind = KINDS["ct_int4_channel"]()
     expected: dict[str, list[torch.Tensor]] = {}
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "ngram_embedding.shard" in name]:
             stem = name.removesuffix(".weight")
-            parts, values = kind.quantise(tensors.pop(name).float())
+            parts, values = kind.quantize(tensors.pop(name).float())
             expected.setdefault(stem.rpartition(".")[0], []).append(values)
             tensors.update({f"{stem}{rest}": part for rest, part in parts.items()})
 
-    rewrite(tmp_path / "raw", quantise)
+    rewrite(tmp_path / "raw", quantize)
     change_config(tmp_path / "raw", quantization_config=dict(kind.config))
     monkeypatch.setattr(finding, "MIN_VALUES", 1)
     assert describe(tmp_path / "raw")["tables"] == {}
@@ -118,7 +118,7 @@ def test_a_table_of_packed_words_is_converted_with_the_rest(tmp_path: Path, monk
             assert torch.equal(opened.get_submodule(path)(torch.arange(len(values))), values)
 
 
-def test_a_table_is_never_materialised(tmp_path: Path) -> None:
+def test_a_table_is_never_materialized(tmp_path: Path) -> None:
     """Its shards are never joined, and no tensor of the table's size is made."""
     model = save(QWEN, tmp_path)
     largest = max(parameter.numel() for name, parameter in model.named_parameters() if "ngram" in name)

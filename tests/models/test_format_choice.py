@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantised import KINDS, write_quantised
+from quantized import KINDS, write_quantized
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
@@ -62,11 +62,11 @@ def test_loading_takes_the_format_that_plan_chooses(mesh_tiny: Path, limit: Any,
 @pytest.mark.parametrize(
     ("kind", "own"), [("fp8_blocks", "fp8"), ("ct_mxfp4", "mxfp4"), ("ct_int4", "int4"), ("awq", "")]
 )
-def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
+def test_a_quantized_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     kind: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, made = tmp_path / "source", KINDS[kind]()
-    write_quantised(folder, made)
+    write_quantized(folder, made)
     speeds = dict.fromkeys([own] if own else [], 1e10) | EQUALLY_FAST
     monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: speeds)
     memory = 4 * _C.record_bytes(*made.nearest, 128, 64, True, False)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from decode_steps import DecodeSteps
-from quantised import KINDS, write_quantised
+from quantized import KINDS, write_quantized
 from routes import Computed
 from tiny_models import TINY_MODELS, logits_of
 from torch import nn
@@ -516,7 +516,7 @@ def test_codes_of_a_checkpoint_are_placed_on_the_card_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]
 ) -> None:
     folder, converted = tmp_path / "raw", tmp_path / "converted"
-    write_quantised(folder, KINDS[kind]())
+    write_quantized(folder, KINDS[kind]())
     store = convert(folder, converted, "auto").store
     size, shape = store.manifest.record_bytes, store.manifest.shape
     monkeypatch.setattr(planning, "_ALLOCATION", 1)

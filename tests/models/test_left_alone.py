@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from pairs import each_once_quick
-from quantised import KINDS, change_config, rewrite
+from quantized import KINDS, change_config, rewrite
 from safetensors.torch import load_file, save_file
 from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration, PreTrainedModel
 
@@ -155,16 +155,16 @@ def _check_kinds(model: Any, bits: dict[str, torch.Tensor]) -> None:
     assert f"left alone: {others[0].kind} {size}" in repr(model)
 
 
-def test_quantised_experts_of_another_shape_are_dequantised(tmp_path: Path, cache: Path) -> None:
+def test_quantized_experts_of_another_shape_are_dequantized(tmp_path: Path, cache: Path) -> None:
     made, model = KINDS["ct_int4"](), _ernie()
     model.save_pretrained(tmp_path / "raw")
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
-            parts, _ = made.quantise(tensors.pop(name).float())
+            parts, _ = made.quantize(tensors.pop(name).float())
             tensors.update({name.removesuffix(".weight") + part: tensor for part, tensor in parts.items()})
 
-    rewrite(tmp_path / "raw", quantise)
+    rewrite(tmp_path / "raw", quantize)
     change_config(tmp_path / "raw", quantization_config=dict(made.config))
     config = MeshConfig(resident=0.5, io="threads")
     opened: Any = type(model).from_pretrained(tmp_path / "raw", quantization_config=config)

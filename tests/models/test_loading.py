@@ -1,4 +1,4 @@
-"""from_pretrained: raw and converted checkpoints whose experts are never materialised."""
+"""from_pretrained: raw and converted checkpoints whose experts are never materialized."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_raw_checkpoint_equals_the_patched_model(name: str, tmp_path: Path, ids:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_experts_that_their_parent_module_initialises_are_loaded(weights: str, tmp_path: Path) -> None:
-    """transformers has that module initialise them, though none of its weights is missing."""
+def test_experts_that_their_parent_module_initializes_are_loaded(weights: str, tmp_path: Path) -> None:
+    """transformers has that module initialize them, though none of its weights is missing."""
     model = TINY_MODELS["Qwen3OmniMoeThinkerTextExperts"].build()
     model.save_pretrained(tmp_path / "raw")
     inputs = inputs_for(model)
@@ -116,7 +116,7 @@ def test_converted_folder_keeps_its_format(tmp_path: Path) -> None:
         _open(tmp_path / "store", group_size=32)
 
 
-def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
+def test_quantized_weights_of_a_raw_checkpoint_are_converted_once(
     tmp_path: Path, cache: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
@@ -283,7 +283,7 @@ def _change_config(folder: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "modelopt", "of tomorrow"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_checkpoints_quantised_by_others_are_refused(method: str, weights: str, tmp_path: Path) -> None:
+def test_checkpoints_quantized_by_others_are_refused(method: str, weights: str, tmp_path: Path) -> None:
     _save("Qwen3MoeExperts", tmp_path)
     plain = AutoConfig.from_pretrained(tmp_path)
     others = {"load_in_8bit": True} if method == "bitsandbytes" else {}
@@ -296,7 +296,7 @@ def test_checkpoints_quantised_by_others_are_refused(method: str, weights: str, 
 
 
 @pytest.mark.parametrize("passed", [AwqConfig(bits=4), GPTQConfig(bits=4)])
-def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) -> None:
+def test_other_quantizers_keep_their_warnings(passed: AwqConfig | GPTQConfig) -> None:
     stored = {"quant_method": passed.quant_method.value, "bits": 4}
     with pytest.warns(UserWarning, match="You passed `quantization_config`"):
         assert AutoHfQuantizer.merge_quantization_configs(stored, passed).bits == 4
@@ -498,7 +498,7 @@ print(kilobytes("VmHWM") - before)
 """
 
 
-def test_experts_are_never_materialised(tmp_path: Path) -> None:
+def test_experts_are_never_materialized(tmp_path: Path) -> None:
     from dataclasses import replace
 
     tiny = TINY_MODELS["Qwen3MoeExperts"]

@@ -18,7 +18,7 @@ import torch
 import warm
 from limited_processes import small_disk, without_privileges
 from peft import LoraConfig, PeftModel, get_peft_model
-from quantised import KINDS, write_quantised
+from quantized import KINDS, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -151,10 +151,10 @@ def test_a_store_may_be_the_base_and_unchanged_experts_keep_their_records(
 ) -> None:
     _build().save_pretrained(tmp_path / "base")
     base = convert(tmp_path / "base", tmp_path / "store", weights, group_size).store
-    dequantised = torch_mesh.unpatch(
+    dequantized = torch_mesh.unpatch(
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", dtype=torch.float32), lossy=True
     )
-    adapted = _adapted(dequantised)
+    adapted = _adapted(dequantized)
     for name, parameter in adapted.named_parameters():
         if ".experts." in name and "lora_B" in name:  # as if expert 5 of each layer was never chosen
             parameter.data.view(parameter.size(0), -1, 8)[..., 5] = 0
@@ -184,8 +184,8 @@ def test_a_store_may_be_the_base_and_unchanged_experts_keep_their_records(
     assert errors[0] <= 1.02 * errors[1]
 
 
-def test_a_quantised_base_needs_a_named_format(tmp_path: Path) -> None:
-    values = write_quantised(tmp_path / "base", KINDS["ct_mxfp4"]())
+def test_a_quantized_base_needs_a_named_format(tmp_path: Path) -> None:
+    values = write_quantized(tmp_path / "base", KINDS["ct_mxfp4"]())
     plain = tmp_path / "plain"
     shutil.copytree(tmp_path / "base", plain)
     save_file(values, plain / "model.safetensors", {"format": "pt"})

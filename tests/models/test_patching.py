@@ -206,7 +206,7 @@ def test_experts_without_weights_are_refused() -> None:
         torch_mesh.patch(model)
 
 
-def test_models_quantised_by_others_are_refused() -> None:
+def test_models_quantized_by_others_are_refused() -> None:
     model = build()
     model.hf_quantizer = type("Other", (), {"quantization_config": type("C", (), {"quant_method": "bitsandbytes"})})()
     with pytest.raises(torch_mesh.UnsupportedModelError, match="bitsandbytes.*bf16, fp16 and fp32"):

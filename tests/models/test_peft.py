@@ -53,7 +53,7 @@ def test_an_adapter_changes_the_output_as_it_does_without_torch_mesh(dense: str,
     plain, patched = _with_adapter(plain), _with_adapter(patched)
     assert {p.device.type for p in patched.parameters() if p.requires_grad} == {"cpu"}
     assert not any(isinstance(p, PackedWeight) for p in patched.parameters() if p.requires_grad)
-    assert torch.equal(logits_of(patched, ids), logits_of(patched, ids))  # reads no uninitialised memory
+    assert torch.equal(logits_of(patched, ids), logits_of(patched, ids))  # reads no uninitialized memory
     computed = _computed(plain, ids)
     computed.assert_same(patched, moved)
     with patched.disable_adapter():

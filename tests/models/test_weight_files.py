@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import KINDS, change_config, exact_values, rewrite, write_quantised
+from quantized import KINDS, change_config, exact_values, rewrite, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -152,8 +152,8 @@ def test_another_key_mapping_is_another_checkpoint(folder: Path) -> None:
     assert not torch.equal(usual, swapped)
 
 
-def test_quantised_experts_are_renamed_too(tmp_path: Path) -> None:
-    write_quantised(tmp_path, KINDS["ct_int4"]())
+def test_quantized_experts_are_renamed_too(tmp_path: Path) -> None:
+    write_quantized(tmp_path, KINDS["ct_int4"]())
     expected = _logits(_open(tmp_path, {}))
     rewrite(
         tmp_path,
@@ -207,9 +207,9 @@ def test_config_may_name_the_file(inner: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq_file", "awq_file"])
-def test_a_quantisation_tools_own_config_file_is_read(kind: str, tmp_path: Path) -> None:
+def test_a_quantization_tools_own_config_file_is_read(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
-    write_quantised(tmp_path, made)
+    write_quantized(tmp_path, made)
     exact = exact_values(tmp_path)
     model = torch_mesh.unpatch(
         AutoModelForCausalLM.from_pretrained(
@@ -224,8 +224,8 @@ def test_a_quantisation_tools_own_config_file_is_read(kind: str, tmp_path: Path)
             assert (found.double() - expected).norm() <= most * expected.norm()
 
 
-def test_quantised_weights_without_a_description_are_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path, KINDS["gptq"]())
+def test_quantized_weights_without_a_description_are_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path, KINDS["gptq"]())
     change_config(tmp_path, quantization_config=None)
     with pytest.raises(
         UnsupportedModelError, match=r"qweight is I32.* nor any of .*quantize_config\.json.* Use the config"
@@ -234,6 +234,6 @@ def test_quantised_weights_without_a_description_are_refused(tmp_path: Path) -> 
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_quantisation_tools_file_beside_plain_weights_is_ignored(folder: Path) -> None:
+def test_a_quantization_tools_file_beside_plain_weights_is_ignored(folder: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "sym": True}))
     _expect_as_plain(folder)

@@ -119,13 +119,13 @@ def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
 def _gptq(weights: Tensor, damped: Tensor, scales: Tensor, group_size: int) -> Tensor:
     """GPTQ as published (arXiv 2210.17323), with the Cholesky factor of the inverse, in fp64 with given scales."""
     left, upper = weights.double().clone(), torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
-    quantised = torch.empty_like(left)
+    quantized = torch.empty_like(left)
     for k in range(left.shape[1]):
         scale = scales[:, k // group_size]
-        quantised[:, k] = (left[:, k] / scale).round().clamp(-8, 7) * scale
-        error = (left[:, k] - quantised[:, k]) / upper[k, k]
+        quantized[:, k] = (left[:, k] / scale).round().clamp(-8, 7) * scale
+        error = (left[:, k] - quantized[:, k]) / upper[k, k]
         left[:, k:] -= error[:, None] * upper[k, k:]
-    return quantised
+    return quantized
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

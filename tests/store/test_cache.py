@@ -112,7 +112,7 @@ def test_a_file_system_without_locks_has_scratch_folders(
         (first / "file").touch()
         assert sorted(os.listdir(tmp_path)) == sorted(
             [first.name, second.name]
-        )  # without locks abandoned folders cannot be recognised
+        )  # without locks abandoned folders cannot be recognized
     assert os.listdir(tmp_path) == []
 
 

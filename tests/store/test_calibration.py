@@ -14,7 +14,7 @@ import torch
 import warm
 from limited_processes import small_disk
 from pairs import first_quick
-from quantised import KINDS, write_quantised
+from quantized import KINDS, write_quantized
 from tiny_checkpoints import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -136,11 +136,11 @@ def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", first_quick("ct_int4_asymmetric", "ct_mxfp4", "ct_int4", "gptq"))
-def test_quantised_checkpoints_are_calibrated_by_their_values(
+def test_quantized_checkpoints_are_calibrated_by_their_values(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a quantised checkpoint is run as a converted store
-    write_quantised(tmp_path / "source", KINDS[kind]())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a quantized checkpoint is run as a converted store
+    write_quantized(tmp_path / "source", KINDS[kind]())
     _random_text(monkeypatch)
     store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate=on_text(__file__)).store
     plain = convert(tmp_path / "source", tmp_path / "plain", "int4", 64).store
@@ -156,7 +156,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
     ],
 )
 def test_formats_that_keep_the_codes_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
-    write_quantised(tmp_path / "source", KINDS[kind]())
+    write_quantized(tmp_path / "source", KINDS[kind]())
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "source", tmp_path / "store", weights, calibrate=on_text(__file__))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -186,9 +186,9 @@ def test_mixed_dtypes_are_refused_with_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "problem"), [(torch.float8_e4m3fn, "describes its quantisation"), (torch.int8, "bf16, fp16, fp32")]
+    ("dtype", "problem"), [(torch.float8_e4m3fn, "describes its quantization"), (torch.int8, "bf16, fp16, fp32")]
 )
-def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, problem: str) -> None:
+def test_quantized_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, problem: str) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     rewrite(tmp_path, lambda t: t.update({n: w.to(dtype) for n, w in t.items() if ".experts." in n}))
     with pytest.raises(UnsupportedModelError, match=problem):
@@ -196,7 +196,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, probl
 
 
 @pytest.mark.parametrize(
-    "quantisation",
+    "quantization",
     [
         {"quant_method": "torchao"},
         {"quant_method": "fp8", "fmt": "e5m2"},
@@ -214,13 +214,13 @@ def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, probl
     ],
     ids=lambda table: ",".join(map(str, table.values())),
 )
-def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path, quantisation: dict[str, Any]) -> None:
+def test_quantizations_that_cannot_be_read_are_refused(tmp_path: Path, quantization: dict[str, Any]) -> None:
     config = tiny_model("qwen3_moe").config
-    config.quantization_config = quantisation
+    config.quantization_config = quantization
     model = meta_model(config)
     with pytest.raises(UnsupportedModelError, match="bf16, fp16 and fp32") as caught:
         find_checkpoint_experts(tmp_path, model)
-    assert quantisation["quant_method"] in str(caught.value)
+    assert quantization["quant_method"] in str(caught.value)
 
 
 def test_fp8_without_a_config_that_says_so_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import mutations
 import numpy as np
 import pytest
 import torch
-from quantised import KINDS
+from quantized import KINDS
 from safetensors.torch import save_file
 
 from torch_mesh.errors import MeshError
@@ -25,7 +25,7 @@ from torch_mesh.formats import FORMATS
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf
 from torch_mesh.store.header import read_header
-from torch_mesh.store.sources import own_quantisation, source_of
+from torch_mesh.store.sources import own_quantization, source_of
 from torch_mesh.store.sources.gguf import gguf_weights
 
 _EXTRA_BYTES = 512 << 20  # address space: libraries' threads and arenas take some of it, a wrong count exceeds it
@@ -223,13 +223,13 @@ def test_safetensors_headers(count: int, seed: int, folder: Path) -> None:
 
 
 def _kinds(folder: Path) -> Sequence[tuple[bytes, bytes, bytes]]:
-    """Return header, data and config of a small checkpoint of every quantised format."""
+    """Return header, data and config of a small checkpoint of every quantized format."""
     found = []
     for name in KINDS:
         made = KINDS[name]()
         tensors = {"model.norm.weight": torch.ones(4)}
         for expert in range(2):
-            parts, _ = made.quantise(torch.randn(64, 128))
+            parts, _ = made.quantize(torch.randn(64, 128))
             stem = f"model.layers.0.mlp.experts.{expert}.up_proj.weight".removesuffix(made.suffix)
             tensors |= {f"{stem}{rest}": part.contiguous() for rest, part in parts.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -242,7 +242,7 @@ def _kinds(folder: Path) -> Sequence[tuple[bytes, bytes, bytes]]:
 
 
 @_runs(1500, 1_000_000)
-def test_quantised_checkpoints(count: int, seed: int, folder: Path) -> None:
+def test_quantized_checkpoints(count: int, seed: int, folder: Path) -> None:
     kinds = _kinds(folder)
 
     def run(rng: random.Random) -> None:
@@ -256,10 +256,10 @@ def test_quantised_checkpoints(count: int, seed: int, folder: Path) -> None:
             data = mutations.mutate([data], rng, in_place=True)
         (folder / "config.json").write_bytes(config)
         (folder / "model.safetensors").write_bytes(_with_length(text, data))
-        quantisation = own_quantisation(folder)
-        if quantisation is None:
+        quantization = own_quantization(folder)
+        if quantization is None:
             return
-        weights = source_of(quantisation, str(folder)).weights([read_header(folder / "model.safetensors")])
+        weights = source_of(quantization, str(folder)).weights([read_header(folder / "model.safetensors")])
         for weight in rng.sample(sorted(weights.values(), key=lambda weight: weight.name), min(2, len(weights))):
             weight.rounded()
             weight.codes_as_they_are()

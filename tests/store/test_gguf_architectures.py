@@ -173,7 +173,7 @@ def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
-        ("deepseek2", "expert_gating_func", 1),  # softmax, beside normalised weights
+        ("deepseek2", "expert_gating_func", 1),  # softmax, beside normalized weights
         ("deepseek2", "attention.temperature_scale", 1),
         ("llama4", "attention.sliding_window", 0),
         ("gemma4", "rope.dimension_count_swa", 16),
@@ -189,7 +189,7 @@ def test_variants_of_a_family_are_refused(
         read_config(tmp_path / "m.gguf")
 
 
-def test_a_softmax_router_that_does_not_normalise_is_deepseek_v2(written: Callable[..., Written]) -> None:
+def test_a_softmax_router_that_does_not_normalize_is_deepseek_v2(written: Callable[..., Written]) -> None:
     part = read_gguf(written("deepseek2").path)
     changed = {"expert_gating_func": 1, "expert_weights_norm": False, "attention.temperature_scale": 0.0}
     metadata = part.metadata | {f"deepseek2.{key}": value for key, value in changed.items()}

@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 from loopback_hub import MODEL, LoopbackHub, loopback_hub
-from quantised import KINDS, write_quantised
+from quantized import KINDS, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
 from transformers.core_model_loading import dot_natural_key
@@ -137,10 +137,10 @@ def test_broken_connections_give_the_store_of_the_local_folder(
 
 @pytest.mark.usefixtures("one_id")
 @pytest.mark.parametrize("method", ["fp8", "gptq", "bnb_nf4"])
-def test_quantised_checkpoints_give_the_store_of_the_local_folder(
+def test_quantized_checkpoints_give_the_store_of_the_local_folder(
     tmp_path: Path, hub: type[LoopbackHub], method: str
 ) -> None:
-    write_quantised(tmp_path / "source", KINDS[method]())
+    write_quantized(tmp_path / "source", KINDS[method]())
     divide(tmp_path / "source", lambda name: sum(name.encode()) % 3)
     serve(hub, tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "expected", "int8")

@@ -70,7 +70,7 @@ def opened(folder: Path, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0, **fields))
 
 
-def besides_quantisation(path: Path) -> object:
+def besides_quantization(path: Path) -> object:
     """Return a config.json without the quantization config; its bytes if it is no JSON or of another method."""
     try:
         table = json.loads(path.read_bytes())
@@ -106,7 +106,7 @@ def test_every_flipped_bit_is_found(store: Store, pristine: Store, rng: np.rando
         path = store.folder / names[rng.integers(len(names))]
         place, bit = int(rng.integers(path.stat().st_size)), int(rng.integers(8))
         flip(path, place, bit)
-        if path.name == "config.json" and besides_quantisation(path) == besides_quantisation(
+        if path.name == "config.json" and besides_quantization(path) == besides_quantization(
             pristine.folder / path.name
         ):
             check_other_files(store, "first")  # the user may change these fields, and MeshConfig checks them

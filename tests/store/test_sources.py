@@ -1,4 +1,4 @@
-"""Checkpoints that another tool has quantised: the values read from them, and their conversion."""
+"""Checkpoints that another tool has quantized: the values read from them, and their conversion."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import each_once_quick, every_other_quick
-from quantised import (
+from quantized import (
     KINDS,
     MIXED,
     Tensors,
@@ -24,7 +24,7 @@ from quantised import (
     rewrite,
     write_deepseek_v4,
     write_gpt_oss,
-    write_quantised,
+    write_quantized,
 )
 from safetensors.torch import load_file
 from tiny_checkpoints import tiny_model
@@ -55,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     @functools.cache
     def write(kind: str) -> tuple[Path, Tensors]:
         folder = tmp_path_factory.mktemp(kind)
-        return folder, write_quantised(folder, KINDS[kind]())
+        return folder, write_quantized(folder, KINDS[kind]())
 
     return write
 
@@ -90,7 +90,7 @@ def _expect_records_of(store: Store, values: Callable[[int, int, str], torch.Ten
     ("kind", "sizes"), each_once_quick(KEPT, [{}, {"hidden_size": 384, "moe_intermediate_size": 320}])
 )
 def test_records_hold_codes_and_scales_as_they_are(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    values = write_quantised(tmp_path / "raw", KINDS[kind](), **sizes)
+    values = write_quantized(tmp_path / "raw", KINDS[kind](), **sizes)
     store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
     assert store.manifest.weights == KINDS[kind]().nearest[0]
     _expect_records_of(
@@ -104,7 +104,7 @@ ALL = KINDS | MIXED
 @pytest.mark.parametrize("kind", every_other_quick(ALL, 0))
 def test_autos_error_is_at_most_the_stated_one(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
-    write_quantised(tmp_path / "raw", made)
+    write_quantized(tmp_path / "raw", made)
     exact = exact_values(tmp_path / "raw")
     experts = find_checkpoint_experts(tmp_path / "raw", meta_model(read_config(tmp_path / "raw")))
     choice = experts.nearest()
@@ -130,7 +130,7 @@ def test_autos_error_is_at_most_the_stated_one(kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", every_other_quick(ALL, 1))
 def test_a_plan_states_what_opening_does(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
-    write_quantised(tmp_path, made)
+    write_quantized(tmp_path, made)
     experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
     choice = experts.nearest()
     with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="auto"):
@@ -147,7 +147,7 @@ def test_a_plan_states_what_opening_does(kind: str, tmp_path: Path) -> None:
 
 def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
     """A given group size that divides the checkpoint's own keeps its codes too."""
-    write_quantised(tmp_path / "raw", MIXED["groups_of_64"]())
+    write_quantized(tmp_path / "raw", MIXED["groups_of_64"]())
     exact = exact_values(tmp_path / "raw")
     store = convert(tmp_path / "raw", tmp_path / "store", "int4", 32).store
     assert store.manifest.group_size == 32
@@ -162,7 +162,7 @@ def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
 def test_a_checkpoint_in_the_named_format_keeps_its_codes(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
     raw = tmp_path / "raw"
-    values = write_quantised(raw, made)
+    values = write_quantized(raw, made)
     own, groups = made.nearest
     sizes = find_sizes(raw, MeshConfig(weights=own))
     assert (sizes.weights, sizes.group_size) == made.nearest and "as they are" in sizes.conversion
@@ -179,7 +179,7 @@ def test_a_checkpoint_in_the_named_format_keeps_its_codes(kind: str, tmp_path: P
 
 
 def test_a_format_of_codes_is_only_for_checkpoints_that_have_them(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
+    write_quantized(tmp_path / "raw", KINDS["ct_mxfp4"]())
     with pytest.raises(ValueError, match=r"weights='nvfp4' holds .* has MXFP4 experts: give one of 'mxfp4', 'bf16'"):
         convert(tmp_path / "raw", tmp_path / "store", "nvfp4")
     by_name = convert(tmp_path / "raw", tmp_path / "by name", "mxfp4").store
@@ -189,7 +189,7 @@ def test_a_format_of_codes_is_only_for_checkpoints_that_have_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_has_the_rest_unquantised(kind: str, written: Any, tmp_path: Path) -> None:
+def test_a_store_has_the_rest_unquantized(kind: str, written: Any, tmp_path: Path) -> None:
     folder, values = written(kind)
     convert(folder, tmp_path / "store", "int8")
     config = json.loads((tmp_path / "store" / "config.json").read_text())
@@ -253,7 +253,7 @@ def test_blocks_that_a_matrix_cuts_off(tmp_path: Path) -> None:
 
 
 def test_blocks_of_compressed_tensors_may_be_a_text(tmp_path: Path) -> None:
-    values = write_quantised(tmp_path / "raw", KINDS["fp8_blocks"]())
+    values = write_quantized(tmp_path / "raw", KINDS["fp8_blocks"]())
     renamed = lambda name: name.replace("_scale_inv", "_scale")
     rewrite(tmp_path / "raw", lambda tensors: [tensors.update({renamed(n): tensors.pop(n)}) for n in list(tensors)])
     for given in ([128, 128], "128x128"):
@@ -276,7 +276,7 @@ def test_scales_of_one_byte() -> None:
 
 
 def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for write in (write_gpt_oss, lambda folder: write_quantised(folder, KINDS["gptq"]())):
+    for write in (write_gpt_oss, lambda folder: write_quantized(folder, KINDS["gptq"]())):
         folder = tmp_path / write.__name__.strip("<>")
         write(folder)
         read: list[tuple[int, int]] = []
@@ -296,7 +296,7 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_killed_conversion_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_quantised(tmp_path / "raw", KINDS["awq"]())
+    write_quantized(tmp_path / "raw", KINDS["awq"]())
     convert(tmp_path / "raw", tmp_path / "whole", "int4")
     read = CheckpointExperts.read_expert
 
@@ -324,7 +324,7 @@ def test_a_killed_conversion_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_quantization_config_is_another_source(tmp_path: Path) -> None:
     """The same tensors mean other weights: a zero point less one."""
-    write_quantised(tmp_path / "raw", KINDS["gptq"]())
+    write_quantized(tmp_path / "raw", KINDS["gptq"]())
     first = convert(tmp_path / "raw", tmp_path / "first", "int8").store.manifest
     change_config(tmp_path / "raw", quantization_config={**KINDS["gptq"]().config, "checkpoint_format": "gptq_v2"})
     second = convert(tmp_path / "raw", tmp_path / "second", "int8").store.manifest
@@ -448,13 +448,13 @@ def test_damaged_weights_are_named(
 def test_codes_of_fused_experts_are_not_taken_for_values(tmp_path: Path) -> None:
     tiny_model("gpt_oss").save_pretrained(tmp_path / "raw")
 
-    def quantise(tensors: Tensors) -> None:
+    def quantize(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
             scale = tensors[name].float().abs().amax(-2, keepdim=True) / 127
             tensors[name] = (tensors[name] / scale).round().to(torch.int8)
             tensors[f"{name}_scale"] = scale
 
-    rewrite(tmp_path / "raw", quantise)
+    rewrite(tmp_path / "raw", quantize)
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
@@ -464,7 +464,7 @@ def test_codes_of_fused_experts_are_not_taken_for_values(tmp_path: Path) -> None
 
 
 def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
-    write_quantised(tmp_path, KINDS["gptq"]())
+    write_quantized(tmp_path, KINDS["gptq"]())
     experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size // 2)
     with pytest.raises(StoreError, match="cut since it was opened"):
@@ -475,7 +475,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "modelopt_file", "ct_int4"])
 def test_headers_alone_describe_it(kind: str, tmp_path: Path) -> None:
     """As for a model on the hub: files of full length with nothing after the header."""
-    write_quantised(tmp_path, KINDS[kind]())
+    write_quantized(tmp_path, KINDS[kind]())
     before = describe(tmp_path)
     file = tmp_path / "model.safetensors"
     size, start = file.stat().st_size, read_header(file).data_start

@@ -108,12 +108,12 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
     kind = table.get("peft_type") if isinstance(table, dict) else None
     if kind != "LORA":
         raise store_error(path, f"has peft_type={kind!r}; only LORA can be merged")
-    initialisation = table.get("init_lora_weights", True)
-    if initialisation not in _INITIALISATIONS:
+    initialization = table.get("init_lora_weights", True)
+    if initialization not in _INITIALISATIONS:
         raise store_error(
             path,
             (
-                f"has init_lora_weights={initialisation!r}, which changes the base weights. Convert it with PEFT's "
+                f"has init_lora_weights={initialization!r}, which changes the base weights. Convert it with PEFT's "
                 "save_pretrained(folder, path_initial_model_for_weight_conversion=...)"
             ),
         )

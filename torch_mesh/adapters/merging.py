@@ -65,7 +65,7 @@ def merge(
 
     ``base`` is a checkpoint's folder, a GGUF file, a converted folder, or a model id on the hub, with ``revision`` and
     ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. A base in the format
-    ``weights`` keeps its group size unless one is given. Sums are fp32 and rounded once. Weights of a quantised base
+    ``weights`` keeps its group size unless one is given. Sums are fp32 and rounded once. Weights of a quantized base
     outside the experts are rounded to its dtype before, as in a model that is opened and trained. Experts without an
     adapter are copied unchanged. After an interruption the same call continues.
 

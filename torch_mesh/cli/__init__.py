@@ -29,7 +29,7 @@ COMMANDS = {
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
     "routing": "warm starts, predictors and simulations from recorded routing",
-    "report": "summarise the statistics that a model has written",
+    "report": "summarize the statistics that a model has written",
     "doctor": "explain what this machine offers and what to change",
 }
 

@@ -13,7 +13,7 @@ from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, "
-        "quantised and checksummed, one contiguous read each. Repeat an interrupted command to continue."
+        "quantized and checksummed, one contiguous read each. Repeat an interrupted command to continue."
     )
     parser.add_argument("source", help="a checkpoint folder, a GGUF file, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FORMAT",
         help=f"format of the experts' weights: {in_words(ROUNDED_FORMATS, 'or')}; the one that holds the codes of this "
-        "quantised checkpoint (docs/formats.md); or auto: that one, else the nearest, and for bf16 weights bf12, or "
+        "quantized checkpoint (docs/formats.md); or auto: that one, else the nearest, and for bf16 weights bf12, or "
         "bf16 where bf12 has no room for them",
     )
     parser.add_argument(

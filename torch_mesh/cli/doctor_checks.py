@@ -61,7 +61,7 @@ def report(folder: Path | None) -> list[Finding]:
     Never raises for what the machine lacks. Without the extension, checks that need it are left out.
     """
     extension, engine = _extension()
-    findings = [_requirements(), extension, _quantised_checkpoints()]
+    findings = [_requirements(), extension, _quantized_checkpoints()]
     without_folder: list[Finding] = []
     if folder is None:
         try:
@@ -108,10 +108,10 @@ def _stated_requirements() -> list[Requirement]:
     return [requirement for requirement in stated if requirement.marker is None or requirement.marker.evaluate()]
 
 
-def _quantised_checkpoints() -> Finding:
+def _quantized_checkpoints() -> Finding:
     version = _installed_version("gguf")
     gguf = "not GGUF files: pip install torch_mesh[gguf]" if version is None else f"and GGUF files, with gguf {version}"
-    return Finding("quantised checkpoints", "ok", f"{', '.join(METHODS)} are read, without other packages; {gguf}")
+    return Finding("quantized checkpoints", "ok", f"{', '.join(METHODS)} are read, without other packages; {gguf}")
 
 
 def _extension() -> tuple[Finding, ModuleType | None]:

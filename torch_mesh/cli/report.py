@@ -20,7 +20,7 @@ _STRETCHES = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Summarises files of MeshConfig.stats.file: hits, reads and waits by layer, by phase and over time. "
+        "Summarizes files of MeshConfig.stats.file: hits, reads and waits by layer, by phase and over time. "
         "Each run of a process has its own summary."
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")

@@ -192,14 +192,14 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh takes "
-            "bf16, fp16 and fp32 weights and quantises them itself: load the original without quantization_config."
+            f"{type(model).__name__} is quantized by {quantizer.quantization_config.quant_method!s}. torch_mesh takes "
+            "bf16, fp16 and fp32 weights and quantizes them itself: load the original without quantization_config."
         )
     for layer in layers:
         for name, parameter in layer.parameters.items():
             if parameter.is_meta:
                 raise MeshError(
-                    f"{layer.path}.{name} holds no weights: it was never initialised or loaded, or is offloaded. Load "
+                    f"{layer.path}.{name} holds no weights: it was never initialized or loaded, or is offloaded. Load "
                     "the model to the CPU or a GPU first, or pass quantization_config=torch_mesh.MeshConfig(...) to "
                     "from_pretrained."
                 )

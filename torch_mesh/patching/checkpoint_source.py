@@ -1,4 +1,4 @@
-"""The experts of a checkpoint that ``from_pretrained`` opens: raw, quantised or converted."""
+"""The experts of a checkpoint that ``from_pretrained`` opens: raw, quantized or converted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_mesh.pool.secondary_pool import Records, other_config, packed_format
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
-    find_quantisation,
+    find_quantization,
     meta_model,
     read_config,
 )
@@ -46,7 +46,7 @@ from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import MANIFEST_NAME, Manifest, Store, check_sizes, is_store, open_store, read_manifest
 from torch_mesh.store.progress import progress_bar
-from torch_mesh.store.sources import method_of, own_quantisation
+from torch_mesh.store.sources import method_of, own_quantization
 from torch_mesh.store.table_files import is_table_file
 from torch_mesh.store.verify import check_other_files
 from torch_mesh.store.weight_files import weight_files
@@ -65,7 +65,7 @@ class HubFiles(list[str]):
 
 
 class CheckpointSource(RecordSource):
-    """The experts of a checkpoint, raw, quantised or converted: see ``find_source``."""
+    """The experts of a checkpoint, raw, quantized or converted: see ``find_source``."""
 
     choice = ""  # why max_error chose their format; empty without it
     folder: Path  # the checkpoint's folder, or its GGUF file
@@ -193,9 +193,9 @@ class _RawSource(CheckpointSource):
         return self._stored(make, self._experts.fingerprint, self._name, config)
 
 
-class _QuantisedSource(_RawSource):
-    """Experts of a checkpoint that another tool quantised. Replaces ``checkpoint_files``, from which transformers reads
-    the rest of the model, by unquantised files."""
+class _QuantizedSource(_RawSource):
+    """Experts of a checkpoint that another tool quantized. Replaces ``checkpoint_files``, from which transformers reads
+    the rest of the model, by unquantized files."""
 
     def __init__(
         self,
@@ -231,9 +231,9 @@ class _QuantisedSource(_RawSource):
             # Codes are read from the GGUF file itself.
             check_other_files(store, self.config.verify, codes=False, cached=self.config.store is None)
             self._files[:] = [str(path) for path in weight_files(store.folder)]
-        elif self._experts.rest_is_quantised:
+        elif self._experts.rest_is_quantized:
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
-            with progress_bar(f"Dequantising the rest of {self._name}") as progress:
+            with progress_bar(f"Dequantizing the rest of {self._name}") as progress:
                 self._files[:] = map(str, write_rest(self._experts, self._fingerprint, folder, progress))
             note_use(folder)
 
@@ -306,8 +306,8 @@ def find_source(
         )
     config, choice = _with_format(folder, config, key_mapping)
     source: CheckpointSource
-    if find_quantisation(folder) is not None:
-        source = _QuantisedSource(model, folder, layers, config, checkpoint_files, key_mapping)
+    if find_quantization(folder) is not None:
+        source = _QuantizedSource(model, folder, layers, config, checkpoint_files, key_mapping)
     else:
         experts, weights = find_checkpoint_experts(folder, model, key_mapping), packed_format(config.weights)
         group_size = checked_group_size(weights, config.group_size)
@@ -335,8 +335,8 @@ def _has_records(folder: Path, model: PreTrainedModel, key_mapping: Mapping[str,
     store, and may have ordinary experts."""
     if is_store(folder):
         return True
-    quantisation = own_quantisation(folder)
-    if not quantisation or method_of(quantisation) != "mesh":
+    quantization = own_quantization(folder)
+    if not quantization or method_of(quantization) != "mesh":
         return False
     try:
         find_checkpoint_experts(folder, model, key_mapping)

@@ -1,4 +1,4 @@
-"""``from_pretrained`` without materializing the experts, of raw, quantised and converted checkpoints."""
+"""``from_pretrained`` without materializing the experts, of raw, quantized and converted checkpoints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         self, model: PreTrainedModel, checkpoint_files: HubFiles | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         check_launch()
-        _forget_quantization(model)  # transformers would treat the checkpoint as quantised by another tool
+        _forget_quantization(model)  # transformers would treat the checkpoint as quantized by another tool
         self._checkpoint_files = checkpoint_files
         if isinstance(device_map, str):  # such as "auto", which transformers resolves later
             self._on_cpu = not torch.cuda.is_available()
@@ -214,7 +214,7 @@ def _warn_of_vocabularies(model: PreTrainedModel, tables: Sequence[TableLayer]) 
 
 
 def _forget_quantization(model: Any) -> None:
-    """transformers refuses to train or move quantised models, but a patched model supports both."""
+    """transformers refuses to train or move quantized models, but a patched model supports both."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             clear_quantized(module.config)
@@ -261,7 +261,7 @@ def _with_key_mapping(
 
 
 def _merged(merge: Any, *args: Any) -> Any:
-    """The quantisation config of a checkpoint merged with a passed one, if either is torch_mesh's.
+    """The quantization config of a checkpoint merged with a passed one, if either is torch_mesh's.
 
     ``args`` end with the two. transformers' class method gets the class before them; a function that another library
     has put in its place does not.
@@ -271,7 +271,7 @@ def _merged(merge: Any, *args: Any) -> Any:
     table = stored if isinstance(stored, dict) else stored.to_dict()
     method = method_of(table)
     if isinstance(given, MeshConfig) and method != "mesh":
-        source_of(table, "This checkpoint")  # raises for unsupported quantisation
+        source_of(table, "This checkpoint")  # raises for unsupported quantization
         return given
     if method == "mesh" and isinstance(stored, dict):
         stored = MeshConfig.of_checkpoint(stored)

@@ -150,7 +150,7 @@ def comparison_unsupported_reason(
 
 
 def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
-    """Group size and error of weights of each compared format. The format that holds a quantised checkpoint's codes
+    """Group size and error of weights of each compared format. The format that holds a quantized checkpoint's codes
     comes first. Errors are relative to the checkpoint's values."""
     own = sizes.own_codes
     formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}

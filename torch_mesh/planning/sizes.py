@@ -60,7 +60,7 @@ class Sizes:
     table_memory_bytes: int  # cached rows of ``tables``, and buffers
     files: tuple[Path, ...]  # the files with the experts
     staging_bytes: int = 0  # buffers of raw records
-    conversion: str = ""  # for a quantised checkpoint: the formats that experts are read as or converted to
+    conversion: str = ""  # for a quantized checkpoint: the formats that experts are read as or converted to
     # Format and group size of records that are read from the checkpoint's own files, whatever ``weights`` is.
     own_records: tuple[str, int] | None = None
     own_error: float = 0.0  # error of ``own_records``, relative to the checkpoint's values
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def own_codes(self) -> tuple[str, int] | None:
-        """``own_records`` of a quantised checkpoint: they hold its codes."""
+        """``own_records`` of a quantized checkpoint: they hold its codes."""
         return self.own_records if self.conversion else None
 
 

@@ -40,7 +40,7 @@ def rewind_unsupported_reason(model: nn.Module, cache: Any) -> str:
         return f"{type(model).__name__} has a state for all tokens so far, which cannot be rewound"
     for layer in (layer for layer in cache.layers if not is_linear(layer)):
         if isinstance(layer, _QUANTISED):
-            return "a quantised cache cannot go back to an earlier token"
+            return "a quantized cache cannot go back to an earlier token"
         if not _is_rewindable(layer):
             hint = " (torch_mesh.compile gives one that does)" if getattr(layer, "is_sliding", False) else ""
             return f"a cache of {type(layer).__name__} does not go back to an earlier token{hint}"

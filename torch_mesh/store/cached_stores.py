@@ -99,7 +99,7 @@ def _about(folder: Path) -> tuple[str, str]:
     if folder.parent == prefix_folder():
         return "keys of prompts (prefix cache)", ""
     if _REST in folder.name:
-        return "dense weights of a quantised checkpoint", ""
+        return "dense weights of a quantized checkpoint", ""
     if not is_store(folder):
         return "no store", ""  # perhaps a user's: removed by age or by name only
     try:

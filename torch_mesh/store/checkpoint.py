@@ -43,7 +43,7 @@ from torch_mesh.store.gguf_experts import OF_GGUF, GgufStacks
 from torch_mesh.store.header import Header, Tensor, read_header, read_range, store_error, utf8_path
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.mapping import ParameterStacks
-from torch_mesh.store.sources import check_unquantised, method_of, nearest, own_quantisation, source_of
+from torch_mesh.store.sources import check_unquantized, method_of, nearest, own_quantization, source_of
 from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 from torch_mesh.store.store_plan import Piece
 from torch_mesh.store.views import PARTS, expert_extents
@@ -79,7 +79,7 @@ class CheckpointExperts:
     raw_views: dict[str, RawView]
     names: frozenset[str]
     headers: tuple[Header, ...]
-    quantisation: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
     weights: tuple[Weight, ...] = ()
     kept: KeptCodes | None = None
     key_mapping: Mapping[str, str] | None = None
@@ -89,8 +89,8 @@ class CheckpointExperts:
         if not self.weights:
             return self.dtype
         experts = self._of_experts()
-        quantised = [weight for weight in experts if not weight.is_plain]  # the others are biases
-        return ", ".join(sorted({weight.layout.title for weight in quantised or experts}))
+        quantized = [weight for weight in experts if not weight.is_plain]  # the others are biases
+        return ", ".join(sorted({weight.layout.title for weight in quantized or experts}))
 
     @property
     def expert_bytes(self) -> int:
@@ -124,7 +124,7 @@ class CheckpointExperts:
         return weights == self.kept.weights and group_size in self.kept.groups
 
     @property
-    def rest_is_quantised(self) -> bool:
+    def rest_is_quantized(self) -> bool:
         """Whether other weights than the experts' are quantized, or have other names and values than in transformers,
         as in GGUF files."""
         if is_gguf(self.folder):
@@ -169,7 +169,7 @@ class CheckpointExperts:
 
     @cached_property
     def fingerprint(self) -> str:
-        return checkpoint_fingerprint((header.path for header in self.headers), self.quantisation, self.key_mapping)
+        return checkpoint_fingerprint((header.path for header in self.headers), self.quantization, self.key_mapping)
 
     def source_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
@@ -279,9 +279,9 @@ def find_checkpoint_experts(
     folder = Path(folder)
     if is_gguf(folder):
         return _experts_of(folder, find_experts(model), GgufStacks(folder))
-    stacks = ParameterStacks(folder, model, find_quantisation(folder, model.config), key_mapping)
-    if stacks.quantisation is None:
-        check_unquantised(folder, stacks.headers)
+    stacks = ParameterStacks(folder, model, find_quantization(folder, model.config), key_mapping)
+    if stacks.quantization is None:
+        check_unquantized(folder, stacks.headers)
     return dataclasses.replace(_experts_of(folder, find_experts(model), stacks), key_mapping=key_mapping)
 
 
@@ -300,7 +300,7 @@ def find_left_alone(
         GgufStacks(folder)
         if is_gguf(folder)
         else ParameterStacks(
-            folder, model, None if is_store(folder) else find_quantisation(folder, model.config), key_mapping
+            folder, model, None if is_store(folder) else find_quantization(folder, model.config), key_mapping
         )
     )
     return [(layer, _experts_of(folder, [layer], stacks)) for layer in layers]
@@ -322,7 +322,7 @@ def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -
         raw_views=raw_views,
         names=stacks.stored(names),
         headers=headers,
-        quantisation=stacks.quantisation,
+        quantization=stacks.quantization,
         weights=stacks.weights,
         kept=kept_codes(stacks.weights, headers, extents, raw_views) if stacks.weights else None,
     )
@@ -330,21 +330,21 @@ def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -
 
 def checkpoint_fingerprint(
     files: Iterable[Path],
-    quantisation: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
 ) -> str:
     """Hex digest of the files' names, sizes, modification times, headers and samples of their data, and of how they
     are to be read. Copies keep a modification time, and images set all to one, so that it alone tells too little."""
-    return fingerprint_of_files(map(_identity_of, sorted(files)), quantisation, key_mapping)
+    return fingerprint_of_files(map(_identity_of, sorted(files)), quantization, key_mapping)
 
 
 def fingerprint_of_files(
-    identities: Iterable[bytes], quantisation: Mapping[str, Any] | None, key_mapping: Mapping[str, str] | None
+    identities: Iterable[bytes], quantization: Mapping[str, Any] | None, key_mapping: Mapping[str, str] | None
 ) -> str:
     """Hex digest of what identifies each file, and of how they are to be read."""
     digest = hashlib.blake2b(digest_size=16)
-    if quantisation is not None:
-        digest.update(json.dumps(quantisation, sort_keys=True).encode())
+    if quantization is not None:
+        digest.update(json.dumps(quantization, sort_keys=True).encode())
     if key_mapping:
         digest.update(json.dumps([*key_mapping.items()]).encode())  # order matters
     for identity in identities:
@@ -365,7 +365,7 @@ def _identity_of(path: Path) -> bytes:
     return os.fsencode(about) + raw + b"".join(samples)
 
 
-def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | None:
+def find_quantization(folder: Path, config: Any = None) -> Mapping[str, Any] | None:
     """The quantization of the checkpoint in ``folder`` by another tool, from its own config.json or else ``config``;
     None without any.
 
@@ -373,7 +373,7 @@ def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | N
     """
     if is_gguf(folder):
         return OF_GGUF
-    declared = own_quantisation(folder)
+    declared = own_quantization(folder)
     if declared is None and config is not None and not (folder / "config.json").is_file():
         declared = getattr(config, "quantization_config", None)
         declared = declared if declared is None or isinstance(declared, dict) else declared.to_dict()

@@ -37,7 +37,7 @@ from torch_mesh.store.checkpoint import (
     checkpoint_fingerprint,
     find_checkpoint_experts,
     find_left_alone,
-    find_quantisation,
+    find_quantization,
     meta_model,
     read_config,
     shape_of,
@@ -391,7 +391,7 @@ def describe_nearest(experts: CheckpointExperts, weights: str) -> str:
 
 
 def fingerprint_of(source: Path, key_mapping: Mapping[str, str] | None = None) -> str:
-    return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source), key_mapping)
+    return checkpoint_fingerprint(checkpoint_files(source), find_quantization(source), key_mapping)
 
 
 def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[Path], str] = fingerprint_of) -> None:

@@ -128,7 +128,7 @@ def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
 def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
     if not is_gguf(experts.folder):
         text = (experts.folder / "config.json").read_text(encoding="utf-8")
-        return _unquantised(text) if experts.weights else text
+        return _unquantized(text) if experts.weights else text
     table = model.config.to_dict() | {"architectures": [type(model).__name__]}
     return json.dumps(table)
 
@@ -149,7 +149,7 @@ def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weigh
     return config_text(table)
 
 
-def _unquantised(text: str) -> str:
+def _unquantized(text: str) -> str:
     table: dict[str, Any] = json.loads(text)
     parts = [table]
     for part in parts:

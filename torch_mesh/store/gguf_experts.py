@@ -21,7 +21,7 @@ OF_GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 class GgufStacks:
     """The experts in the files of a GGUF model. Each expert is one range [out, in] of each of its layer's stacks."""
 
-    quantisation = OF_GGUF
+    quantization = OF_GGUF
 
     def __init__(self, path: Path) -> None:
         self.headers = tuple(part.header for part in read_parts(path))

@@ -152,7 +152,7 @@ def _deepseek2(metadata: Metadata, names: Sequence[str]) -> Table:
     # Files that lack the key: V2, whose router has no bias, and some of GLM-4.7-Flash, whose router has one.
     gating = metadata.get("expert_gating_func") or (_SIGMOID if _has(names, "exp_probs_b.bias") else None)
     is_v3 = gating == _SIGMOID
-    # Mistral Large 3 has both. transformers' DeepSeek V2 does not normalise weights, and neither version scales queries
+    # Mistral Large 3 has both. transformers' DeepSeek V2 does not normalize weights, and neither version scales queries
     # by their position.
     if (metadata.get("expert_weights_norm") and not is_v3) or metadata.get("attention.temperature_scale"):
         raise UnsupportedModelError(

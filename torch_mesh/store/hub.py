@@ -19,7 +19,7 @@ from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, is_gguf, parse
 from torch_mesh.store.header import MAX_HEADER_BYTES, store_error
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
-from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
+from torch_mesh.store.sources import QUANTISATION_FILES, own_quantization
 from torch_mesh.store.table_files import is_table_file
 from torch_mesh.store.weight_files import (
     INDEX_NAME,
@@ -258,7 +258,7 @@ def _write_outline(model: str, folder: Path) -> None:
     sizes = {file.rfilename: file.size for file in listing(model).siblings}  # asks once; fetch would retry for long
     fetch("config.json")
     names = weight_names(model, folder, sizes, fetch)
-    for name in QUANTISATION_FILES if own_quantisation(folder) is None else ():
+    for name in QUANTISATION_FILES if own_quantization(folder) is None else ():
         if name in sizes:
             fetch(name)
     if MANIFEST_NAME in sizes:

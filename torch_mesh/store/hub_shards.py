@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from torch_mesh.errors import HubError
-from torch_mesh.store.checkpoint import find_quantisation, fingerprint_of_files
+from torch_mesh.store.checkpoint import find_quantization, fingerprint_of_files
 from torch_mesh.store.dense_weights import is_weight_file
 from torch_mesh.store.folders import is_folder, lock_of, real_folder
 from torch_mesh.store.gguf import is_gguf, read_gguf
@@ -35,7 +35,7 @@ from torch_mesh.store.hub import (
     write_header,
 )
 from torch_mesh.store.hub_errors import hub_errors
-from torch_mesh.store.sources import method_of, own_quantisation
+from torch_mesh.store.sources import method_of, own_quantization
 from torch_mesh.store.stages import Shards
 from torch_mesh.store.store_plan import TEMPLATES_FOLDER, Piece
 
@@ -74,8 +74,8 @@ def streamed_folder(
         _check_ours(staging)
         try:
             shards = HubShards(model, listed, staging, revision, token, keep_original, parts)
-            quantisation = None if parts else own_quantisation(shards.folder)
-            if quantisation is not None and method_of(quantisation) == "bitsandbytes":
+            quantization = None if parts else own_quantization(shards.folder)
+            if quantization is not None and method_of(quantization) == "bitsandbytes":
                 yield local_folder(source, revision=revision, token=token), None
             else:
                 yield shards.checkpoint, shards
@@ -155,7 +155,7 @@ class HubShards(Shards):
     def fingerprint(self, key_mapping: Mapping[str, str] | None) -> str:
         """As ``checkpoint_fingerprint``, from the hub's hashes."""
         identities = (f"{name}\0{self._files[name].size}\0{self._stated_hash(name)}\0".encode() for name in self._names)
-        return fingerprint_of_files(identities, find_quantisation(self.checkpoint), key_mapping)
+        return fingerprint_of_files(identities, find_quantization(self.checkpoint), key_mapping)
 
     def fetch(self, path: Path) -> None:
         """Raises ``HubError`` for a file with another hash than the hub states."""

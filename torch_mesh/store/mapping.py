@@ -68,11 +68,11 @@ class ParameterStacks:
         self,
         folder: Path,
         model: Any,
-        quantisation: Mapping[str, Any] | None,
+        quantization: Mapping[str, Any] | None,
         key_mapping: Mapping[str, str] | None = None,
     ) -> None:
         self.headers = read_headers(weight_files(folder))
-        self.quantisation = quantisation
+        self.quantization = quantization
         self._folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}  # without rows of identity experts, which a file may lack
         self._rows: dict[str, int] = {}  # numbers of rows, with those of identity experts
@@ -85,8 +85,8 @@ class ParameterStacks:
             name: (file, tensor) for file, header in enumerate(self.headers) for name, tensor in header.tensors.items()
         }
         self.weights: tuple[Weight, ...] = ()
-        if quantisation is not None:
-            self._see_weights(source_of(quantisation, str(folder)))
+        if quantization is not None:
+            self._see_weights(source_of(quantization, str(folder)))
         transforms = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping or {}))
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._sources = self._match(model, transforms)
@@ -206,7 +206,7 @@ class ParameterStacks:
             if dtype not in RAW_DTYPES:
                 raise UnsupportedModelError(
                     f"{self._folder}: the expert tensor {name} is {dtype}. torch_mesh reads {known} checkpoints and "
-                    "quantises them itself: use the unquantised original."
+                    "quantizes them itself: use the unquantized original."
                 )
         if len(dtypes) > 1:
             examples = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())

@@ -95,7 +95,7 @@ def check_other_files(
     sizes = {name: _size_problem(store.folder / name, files[name]) for name in sorted(rows)}
     problems |= {name: problem for name, problem in sizes.items() if problem is not None}
     problems = {name: problem for name, problem in problems.items() if name in essential or problem != _MISSING}
-    if _CONFIG_NAME in problems and _only_quantisation_changed(store, files[_CONFIG_NAME]):
+    if _CONFIG_NAME in problems and _only_quantization_changed(store, files[_CONFIG_NAME]):
         del problems[_CONFIG_NAME]
     again = (
         f"remove the conversion with torch-mesh cache rm {store.folder.name}, and open the model again"
@@ -183,7 +183,7 @@ def _block_problem(store: Store, file: OtherFile, number: int, checksum: str) ->
     return f"was changed since the conversion, between bytes {begin} and {begin + len(block)}"
 
 
-def _only_quantisation_changed(store: Store, file: OtherFile) -> bool:
+def _only_quantization_changed(store: Store, file: OtherFile) -> bool:
     """Whether config.json only differs in entries that users may change about torch_mesh."""
     written = quantization_table(store.manifest.weights, store.manifest.group_size)
 

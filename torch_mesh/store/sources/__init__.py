@@ -69,7 +69,7 @@ _MARKS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight.absmax", "
 _OTHER_TOOLS = (
     "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, "
     "compressed-tensors, modelopt (NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): "
-    "use the unquantised original, or one of these."
+    "use the unquantized original, or one of these."
 )
 
 
@@ -116,7 +116,7 @@ def nearest(weights: Sequence[Weight]) -> Nearest:
     return next(weight.rounded() for weight in matrices if not weight.codes_as_they_are())
 
 
-def own_quantisation(folder: Path) -> dict[str, Any] | None:
+def own_quantization(folder: Path) -> dict[str, Any] | None:
     """The checkpoint's own quantization, from config.json or another tool's file beside it. None for an unquantized
     one.
 
@@ -132,11 +132,11 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
         if not isinstance(parts[0], dict):
             raise store_error(path, f"is not a config: {parts[0]!r:.80} is not an object")
         for part in parts:
-            quantisation = part.get("quantization_config") if isinstance(part, dict) else part
-            if quantisation is not None and not isinstance(quantisation, dict):
-                raise store_error(path, f"is not a config: {quantisation!r:.80} is not an object")
-            if quantisation:
-                return quantisation
+            quantization = part.get("quantization_config") if isinstance(part, dict) else part
+            if quantization is not None and not isinstance(quantization, dict):
+                raise store_error(path, f"is not a config: {quantization!r:.80} is not an object")
+            if quantization:
+                return quantization
             parts.extend(value for value in part.values() if isinstance(value, dict))
     path = folder / _MODELOPT_NAME
     if path.is_file():
@@ -148,7 +148,7 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
         if (folder / name).is_file() and _has_packed_words(folder):
             declared = read_json_file(folder / name, floats=True)
             if not isinstance(declared, dict):
-                raise store_error(folder / name, f"is not an object that describes quantisation: {declared!r:.80}")
+                raise store_error(folder / name, f"is not an object that describes quantization: {declared!r:.80}")
             return {"quant_method": method, **declared}
     return None
 
@@ -158,7 +158,7 @@ def _has_packed_words(folder: Path) -> bool:
     return any(name.endswith(".qweight") for path in weight_files(folder) for name in read_header(path).tensors)
 
 
-def check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
+def check_unquantized(folder: Path, headers: Sequence[Header]) -> None:
     """Raises ``UnsupportedModelError`` for parts of quantized weights in a checkpoint without a description:
     transformers would take codes for values, or initialize missing weights randomly."""
     for header in headers:
@@ -166,27 +166,27 @@ def check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
             if tensor.dtype.startswith(("F8", "F6", "F4")) or tensor.name.endswith(_MARKS):
                 others = ", ".join(QUANTISATION_FILES)
                 raise UnsupportedModelError(
-                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, but neither a "
+                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantized weight, but neither a "
                     f"quantization_config of {folder}/config.json nor any of {others} beside it describes its "
-                    "quantisation. Use the config.json that belongs to these weights, or the unquantised original."
+                    "quantization. Use the config.json that belongs to these weights, or the unquantized original."
                 )
 
 
-def method_of(quantisation: Mapping[str, Any]) -> str:
-    method = quantisation.get("quant_method")
-    if method is None and "quant_algo" in quantisation:
+def method_of(quantization: Mapping[str, Any]) -> str:
+    method = quantization.get("quant_method")
+    if method is None and "quant_algo" in quantization:
         return "modelopt"
     return str(getattr(method, "value", method or "an unnamed method"))
 
 
-def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
+def source_of(quantization: Mapping[str, Any], where: str) -> Source:
     """Raises ``UnsupportedModelError``, with advice, for unsupported methods and variants."""
-    method = method_of(quantisation)
+    method = method_of(quantization)
     make = _SOURCES.get(method)
     if make is None:
-        raise UnsupportedModelError(f"{where} is quantised already ({method}). {_OTHER_TOOLS}")
+        raise UnsupportedModelError(f"{where} is quantized already ({method}). {_OTHER_TOOLS}")
     try:
-        return Source(method, make(quantisation, where))
+        return Source(method, make(quantization, where))
     except UnsupportedModelError:
         raise
     except (TypeError, AttributeError, KeyError, ValueError) as problem:
@@ -194,7 +194,7 @@ def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
 
 
 def _refuse(where: str, what: str) -> NoReturn:
-    raise UnsupportedModelError(f"{where} is quantised already, with {what}. {_OTHER_TOOLS}")
+    raise UnsupportedModelError(f"{where} is quantized already, with {what}. {_OTHER_TOOLS}")
 
 
 def _fp8(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:

@@ -53,7 +53,7 @@ class Bnb4(Layout):
             raise MisfitError("state", f"has {parts['state'].bytes} bytes, where a few hundred describe a weight")
         state = _state(read("state"))
         if nested != ("nested_blocksize" in state):
-            raise MisfitError("state", "but its other tensors disagree on whether the scales are quantised too")
+            raise MisfitError("state", "but its other tensors disagree on whether the scales are quantized too")
         shape = state["shape"]
         if math.prod(shape) != 2 * parts["codes"].bytes:
             raise MisfitError("state", f"says {shape}, and there are {2 * parts['codes'].bytes} weights")

@@ -136,7 +136,7 @@ class Layout(ABC):
     """
 
     title: str
-    quantised: ClassVar[bool] = True
+    quantized: ClassVar[bool] = True
     ending: str = ""
     becomes: str = ""
     others: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -193,7 +193,7 @@ class Weight:
     @property
     def is_plain(self) -> bool:
         """Whether the weight is not quantized."""
-        return not self.layout.quantised
+        return not self.layout.quantized
 
     @property
     def stored_bytes(self) -> int:

@@ -11,8 +11,8 @@ from torch_mesh.store.sources.layout import Layout, Nearest, Shape, nearest_to
 
 
 class Plain(Layout):
-    title = "unquantised"
-    quantised = False
+    title = "unquantized"
+    quantized = False
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         return parts["codes"].shape

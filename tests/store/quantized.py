@@ -1,4 +1,4 @@
-"""Tiny checkpoints as other tools quantise them, written by the format's own library if there is one."""
+"""Tiny checkpoints as other tools quantize them, written by the format's own library if there is one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_checkpoints import tiny_model
 
 Tensors = dict[str, torch.Tensor]
 # The tensors of one weight by name suffix, and the values they represent.
-Quantised = tuple[Tensors, torch.Tensor]
+Quantized = tuple[Tensors, torch.Tensor]
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
 _SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32} | _EXPERTS
@@ -29,12 +29,12 @@ class Kind:
     """A format: its entry in config.json, and how a weight is written."""
 
     config: Mapping[str, Any]
-    quantise: Callable[[torch.Tensor], Quantised]
+    quantize: Callable[[torch.Tensor], Quantized]
     nearest: tuple[str, int]
     suffix: str = ".weight"  # replaced by the names of its tensors
     files: Mapping[str, Any] = field(default_factory=dict)
     rounded: bool = False  # even though it is an integer format
-    others: Mapping[str, Callable[[torch.Tensor], Quantised]] = field(
+    others: Mapping[str, Callable[[torch.Tensor], Quantized]] = field(
         default_factory=dict
     )  # for names that match a pattern
     scales_rounded: bool = False  # although a record holds the codes
@@ -45,8 +45,8 @@ class Kind:
         return self.nearest[0] != "bf16" and not self.rounded and not self.scales_rounded
 
 
-def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
-    """Write a tiny model with quantised attention and experts; return its weights after quantisation in fp32."""
+def write_quantized(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
+    """Write a tiny model with quantized attention and experts; return its weights after quantization in fp32."""
     model = tiny_model(family, **{**_SIZES, **sizes})
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -56,8 +56,8 @@ def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes
         if not name.endswith("_proj.weight"):
             written[name] = values[name] = tensor
             continue
-        quantise = next((other for part, other in kind.others.items() if re.search(part, name)), kind.quantise)
-        parts, values[name] = quantise(tensor.float() * (0.08 if ".experts." in name else 5))
+        quantize = next((other for part, other in kind.others.items() if re.search(part, name)), kind.quantize)
+        parts, values[name] = quantize(tensor.float() * (0.08 if ".experts." in name else 5))
         assert values[name].dtype == torch.float32 and values[name].shape == tensor.shape
         stem = name.removesuffix(kind.suffix)
         written |= {f"{stem}{rest}": part.contiguous() for rest, part in parts.items()}
@@ -80,8 +80,8 @@ def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torch.Tensor], Quantised]:
-    def quantise(weight: torch.Tensor) -> Quantised:
+def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torch.Tensor], Quantized]:
+    def quantize(weight: torch.Tensor) -> Quantized:
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
         size = tuple(min(pair) for pair in zip(block, weight.shape, strict=True))
@@ -90,11 +90,11 @@ def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torc
         parts = {".weight": parts[".weight"], ".weight_scale_inv": parts[".weight_scale_inv"]}
         return parts, Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
 
-    return quantise
+    return quantize
 
 
-def _fp8_blocks(weight: torch.Tensor) -> Quantised:
-    """Blocks of 128 x 128, the last of which may be partial; transformers' own quantiser refuses partial blocks."""
+def _fp8_blocks(weight: torch.Tensor) -> Quantized:
+    """Blocks of 128 x 128, the last of which may be partial; transformers' own quantizer refuses partial blocks."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
     blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
@@ -104,14 +104,14 @@ def _fp8_blocks(weight: torch.Tensor) -> Quantised:
     return {".weight": codes, ".weight_scale_inv": scale}, codes.float() * spread
 
 
-def _mxfp8(weight: torch.Tensor) -> Quantised:
+def _mxfp8(weight: torch.Tensor) -> Quantized:
     parts, values = _fp8((1, 32), "ue8m0")(weight)
     return parts | {".weight_scale_inv": parts[".weight_scale_inv"].view(torch.uint8)}, values
 
 
 def _compressed(
     preset: str, form: str, *, scales: torch.dtype = torch.bfloat16, wide: float = 1.0, **changes: Any
-) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
+) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantized]]:
     """A scheme of compressed-tensors from config.json, with the library's own compressor. Scales of integers are
     ``wide`` times as large as the largest weight needs, as observers and GPTQ may choose them."""
     from compressed_tensors.compressors import BaseCompressor
@@ -126,7 +126,7 @@ def _compressed(
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format=form)
     compressor = BaseCompressor.get_value_from_registry(form)
 
-    def quantise(weight: torch.Tensor) -> Quantised:
+    def quantize(weight: torch.Tensor) -> Quantized:
         size = arguments.group_size if arguments.group_size and arguments.group_size > 0 else weight.shape[1]
         groups = weight.view(weight.shape[0], -1, size)
         least, most = groups.amin(-1), groups.amax(-1)
@@ -168,10 +168,10 @@ def _compressed(
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
-    return config, quantise
+    return config, quantize
 
 
-def _modelopt_nvfp4(weight: torch.Tensor) -> Quantised:
+def _modelopt_nvfp4(weight: torch.Tensor) -> Quantized:
     whole = weight.abs().max() / (6 * 448)
     groups = weight.view(weight.shape[0], -1, 16)
     scale = (groups.abs().amax(-1) / (6 * whole)).to(torch.float8_e4m3fn)
@@ -185,7 +185,7 @@ def _modelopt_nvfp4(weight: torch.Tensor) -> Quantised:
     return parts, values
 
 
-def _modelopt_fp8(weight: torch.Tensor) -> Quantised:
+def _modelopt_fp8(weight: torch.Tensor) -> Quantized:
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(())}, codes.float() * scale
@@ -224,10 +224,10 @@ def _gptq(
     size: int = 32,
     index: bool = True,
     scales: torch.dtype = torch.float16,
-) -> Callable[[torch.Tensor], Quantised]:
+) -> Callable[[torch.Tensor], Quantized]:
     """``index``: add a tensor with the group of each input."""
 
-    def quantise(weight: torch.Tensor) -> Quantised:
+    def quantize(weight: torch.Tensor) -> Quantized:
         columns = weight.shape[1]
         turn = torch.randperm(columns) if ordered else torch.arange(columns)
         codes, scale, zeros = _grouped(weight[:, turn], size, symmetric, bits)
@@ -247,10 +247,10 @@ def _gptq(
         group = of_column.long()
         return parts, (codes - zeros[:, group]).float() * scale.float()[:, group]
 
-    return quantise
+    return quantize
 
 
-def _awq(weight: torch.Tensor) -> Quantised:
+def _awq(weight: torch.Tensor) -> Quantized:
     size, order = 32, (0, 2, 4, 6, 1, 3, 5, 7)
     codes, scale, zeros = _grouped(weight, size, symmetric=False)
     parts = {
@@ -262,8 +262,8 @@ def _awq(weight: torch.Tensor) -> Quantised:
     return parts, (codes - wide[0]).float() * wide[1]
 
 
-def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantised]:
-    def quantise(weight: torch.Tensor) -> Quantised:
+def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantized]:
+    def quantize(weight: torch.Tensor) -> Quantized:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
         packed, state = quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
@@ -271,7 +271,7 @@ def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantised]:
         parts = {".weight": packed} | {f".weight.{name}": part for name, part in state.as_dict(packed=True).items()}
         return parts, values
 
-    return quantise
+    return quantize
 
 
 def _of_library(
@@ -285,16 +285,16 @@ def _of_library(
     **changes: Any,
 ) -> Kind:
     """``others`` maps name patterns to changes of the scheme for these weights."""
-    config, quantise = _compressed(preset, form, **changes)
+    config, quantize = _compressed(preset, form, **changes)
     by_pattern = {part: _compressed(preset, form, **(changes | own))[1] for part, own in (others or {}).items()}
-    return Kind(config, quantise, nearest, rounded=rounded, others=by_pattern, scales_rounded=scales_rounded)
+    return Kind(config, quantize, nearest, rounded=rounded, others=by_pattern, scales_rounded=scales_rounded)
 
 
 def _int4(nearest: tuple[str, int] = ("int4", 32), **about: Any) -> Kind:
     return _of_library("W4A16", "pack-quantized", nearest, **{"group_size": 32} | about)
 
 
-def _with_order(weight: torch.Tensor) -> Quantised:
+def _with_order(weight: torch.Tensor) -> Quantized:
     """compressed-tensors' act order: the inputs of a group may be anywhere."""
     parts, _ = _compressed("W4A16", "pack-quantized", group_size=32)[1](weight)
     order = torch.randperm(weight.shape[1])
@@ -433,7 +433,7 @@ MIXED: dict[str, Callable[[], Kind]] = {
         KINDS["modelopt_fp8"]().config,
         _modelopt_fp8,
         ("fp8", 0),
-        others={r"layers\.1\.": KINDS["ct_fp8_channel"]().quantise},
+        others={r"layers\.1\.": KINDS["ct_fp8_channel"]().quantize},
     ),
     "fp8_unlike_its_scale_fmt": lambda: Kind(
         {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"}, _fp8((64, 64)), ("bf16", 0)
@@ -449,16 +449,16 @@ MIXED: dict[str, Callable[[], Kind]] = {
 
 
 def _scales_of(
-    quantise: Callable[[torch.Tensor], Quantised], dtype: torch.dtype
-) -> Callable[[torch.Tensor], Quantised]:
+    quantize: Callable[[torch.Tensor], Quantized], dtype: torch.dtype
+) -> Callable[[torch.Tensor], Quantized]:
     """Blocks of 128 in fp8, with scales of another type."""
 
-    def quantised(weight: torch.Tensor) -> Quantised:
-        parts, _ = quantise(weight)
+    def quantized(weight: torch.Tensor) -> Quantized:
+        parts, _ = quantize(weight)
         parts |= {".weight_scale_inv": parts[".weight_scale_inv"].to(dtype)}
         return parts, _double_fp8(parts[".weight"], parts[".weight_scale_inv"]).float()
 
-    return quantised
+    return quantized
 
 
 _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -582,7 +582,7 @@ def write_gpt_oss(folder: Path) -> Tensors:
     tiny_model("gpt_oss", **sizes).save_pretrained(folder)
     values: Tensors = {}
 
-    def quantise(tensors: Tensors) -> None:
+    def quantize(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
             experts, columns, rows = tensors.pop(name).shape
             blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
@@ -591,7 +591,7 @@ def write_gpt_oss(folder: Path) -> Tensors:
             values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         values.update({name: tensor.float() for name, tensor in tensors.items() if name.endswith("_proj_bias")})
 
-    rewrite(folder, quantise)
+    rewrite(folder, quantize)
     change_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return values
 
@@ -604,7 +604,7 @@ def write_deepseek_v4(folder: Path) -> Tensors:
     tiny_model("deepseek_v4", **sizes).save_pretrained(folder)
     values: Tensors = {}
 
-    def quantise(tensors: Tensors) -> None:
+    def quantize(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith(".weight")]:
             stem = name.removesuffix(".weight")
             if ".experts." in name:
@@ -617,7 +617,7 @@ def write_deepseek_v4(folder: Path) -> Tensors:
                 parts, _ = _fp8((128, 128), "ue8m0")(tensors[name].float())
                 tensors |= {name: parts[".weight"], f"{stem}.scale": parts[".weight_scale_inv"]}
 
-    rewrite(folder, quantise)
+    rewrite(folder, quantize)
     table = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "fmt": "e4m3"}
     change_config(folder, quantization_config=table, expert_dtype="fp4")
     return values

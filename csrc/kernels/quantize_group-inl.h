@@ -1,4 +1,4 @@
-// The formats' quantisers, one input at a time: see GroupQuantiser. As in pack_group-inl.h lanes
+// The formats' quantizers, one input at a time: see GroupQuantizer. As in pack_group-inl.h lanes
 // are columns, and every target gives the same bits.
 #pragma once
 
@@ -17,7 +17,7 @@ struct CodesOfColumns {
 
 // Keeps the scale, rounded to bf16. If it is zero or NaN its inverse is 0, so that codes are those
 // of zero.
-inline void keep_scale(QuantisedGroup& group, int32_t column, Floats scale) {
+inline void keep_scale(QuantizedGroup& group, int32_t column, Floats scale) {
   const Floats stored = as_floats(shift_left<16>(bf16_bits(scale)));
   const Floats size = as_floats(magnitude_bits(stored));
   const Mask some = less(broadcast(0.0f), size);
@@ -29,13 +29,13 @@ inline void keep_scale(QuantisedGroup& group, int32_t column, Floats scale) {
 template <typename Grid, uint32_t kOffset, bool kNibbles>
 struct IntegerCodes {
   static void choose_scale(const Columns& columns, const Weighted& cost, int32_t column,
-                           QuantisedGroup& group) {
+                           QuantizedGroup& group) {
     keep_scale(group, column, best_scale<Grid>(columns, cost) * columns.restore);
   }
 
   // Returns the code of `target`; `level` is its value before the scale.
-  static Floats code(Floats target, const QuantisedGroup& group, int32_t column, Floats& level) {
-    level = quantise<Grid>(target, load(group.inverse + column));
+  static Floats code(Floats target, const QuantizedGroup& group, int32_t column, Floats& level) {
+    level = quantize<Grid>(target, load(group.inverse + column));
     return level;
   }
 
@@ -48,13 +48,13 @@ using Int4Codes = IntegerCodes<Int4Grid, 8, true>;
 
 struct Lut4Codes {
   static void choose_scale(const Columns& columns, const Weighted& cost, int32_t column,
-                           QuantisedGroup& group) {
+                           QuantizedGroup& group) {
     const Lut4Fit fit = best_lut4(columns, cost);
     keep_scale(group, column, fit.scale * columns.restore);
     store(group.zero + column, fit.zero);
   }
 
-  static Floats code(Floats target, const QuantisedGroup& group, int32_t column, Floats& level) {
+  static Floats code(Floats target, const QuantizedGroup& group, int32_t column, Floats& level) {
     const Floats zero = load(group.zero + column);
     const Words found = nearest_codes(multiply_add(target, load(group.inverse + column), zero));
     level = look_up(kLut4Tree.levels, found) - zero;
@@ -67,7 +67,7 @@ struct Lut4Codes {
 };
 
 template <typename Codes>
-inline void begin_group(const float* targets, QuantisedGroup& group) {
+inline void begin_group(const float* targets, QuantizedGroup& group) {
   const Weighted cost{group.importance};
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Codes::choose_scale(Columns(targets + c, group.depth), cost, c, group);
@@ -75,7 +75,7 @@ inline void begin_group(const float* targets, QuantisedGroup& group) {
 }
 
 template <typename Codes>
-inline void quantise_input(const float* targets, int32_t k, QuantisedGroup& group, float* values) {
+inline void quantize_input(const float* targets, int32_t k, QuantizedGroup& group, float* values) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Floats level;
     const Floats code = Codes::code(load(targets + c), group, c, level);
@@ -85,7 +85,7 @@ inline void quantise_input(const float* targets, int32_t k, QuantisedGroup& grou
 }
 
 template <typename Codes>
-inline void finish_group(const QuantisedGroup& group, std::byte* to) {
+inline void finish_group(const QuantizedGroup& group, std::byte* to) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     store_uint16(reinterpret_cast<uint16_t*>(to) + c, bf16_bits(load(group.scale + c)));
     Codes::store_codes(to, c, CodesOfColumns{group.codes + c, group.depth});
@@ -93,8 +93,8 @@ inline void finish_group(const QuantisedGroup& group, std::byte* to) {
 }
 
 template <typename Codes>
-constexpr GroupQuantiser quantiser_of() {
-  return {begin_group<Codes>, quantise_input<Codes>, finish_group<Codes>};
+constexpr GroupQuantizer quantizer_of() {
+  return {begin_group<Codes>, quantize_input<Codes>, finish_group<Codes>};
 }
 
 inline void feed_forward(const float* errors, int32_t count, const float* feedback, int64_t stride,

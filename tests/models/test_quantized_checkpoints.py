@@ -1,4 +1,4 @@
-"""from_pretrained of checkpoints that another tool has quantised."""
+"""from_pretrained of checkpoints that another tool has quantized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import (
+from quantized import (
     KINDS,
     MIXED,
     Tensors,
@@ -21,7 +21,7 @@ from quantised import (
     rewrite,
     write_deepseek_v4,
     write_gpt_oss,
-    write_quantised,
+    write_quantized,
 )
 from routes import Routes, by_token, given_routes, recorded_routes
 from safetensors.torch import load_file, save_file
@@ -55,7 +55,7 @@ def _logits(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
-def _unquantised(folder: Path, values: Tensors, to: Path) -> Path:
+def _unquantized(folder: Path, values: Tensors, to: Path) -> Path:
     """A checkpoint of the same model with these weights."""
     to.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -90,20 +90,20 @@ QUICK = ("fp8", "awq", "bnb_nf4")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.thorough]) for kind in KINDS]
 )
-def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
+def test_a_bf16_store_has_the_logits_of_the_dequantized_model(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
-    values = write_quantised(tmp_path / "raw", made)
+    values = write_quantized(tmp_path / "raw", made)
     config = MeshConfig(weights="bf16", resident=0.5)
     model = _load(tmp_path / "raw", config, torch.float32)
     assert len(list(patched_modules(model))) == 2
     logits = _logits(model)
-    plain = _unquantised(tmp_path / "raw", values, tmp_path / "plain")
+    plain = _unquantized(tmp_path / "raw", values, tmp_path / "plain")
     assert torch.equal(logits, _logits(_load(plain, config, torch.float32)))
     _assert_close(model, _routed_logits(_load(plain, dtype=torch.float32)), 0.005)
 
 
 def test_changed_and_missing_files_of_a_conversion_in_the_cache(tmp_path: Path, cache: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    write_quantized(tmp_path / "raw", KINDS["fp8"]())
     config = MeshConfig(weights="int8", resident=0.5)
     expected = _logits(_load(tmp_path / "raw", config))
     [folder] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
@@ -119,9 +119,9 @@ def test_changed_and_missing_files_of_a_conversion_in_the_cache(tmp_path: Path, 
     assert torch.equal(_logits(_load(tmp_path / "raw", config)), expected)
 
 
-_dequantised = pytest.mark.skipif(
+_dequantized = pytest.mark.skipif(
     not hasattr(compressed_tensors, "CompressedTensorsDequantize"),
-    reason="this transformers leaves compressed-tensors' forward on what it has dequantised, which is refused",
+    reason="this transformers leaves compressed-tensors' forward on what it has dequantized, which is refused",
 )
 
 
@@ -129,12 +129,12 @@ _dequantised = pytest.mark.skipif(
     "kind",
     [
         *("fp8", "fp8_powers_of_two", "mxfp8"),
-        *(pytest.param(kind, marks=_dequantised) for kind in ("ct_fp8_channel", "ct_int4")),
+        *(pytest.param(kind, marks=_dequantized) for kind in ("ct_fp8_channel", "ct_int4")),
     ],
 )
-def test_transformers_dequantises_to_the_same_values(kind: str, tmp_path: Path) -> None:
+def test_transformers_dequantizes_to_the_same_values(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
-    write_quantised(tmp_path / "raw", made)
+    write_quantized(tmp_path / "raw", made)
     own = OWN[made.config["quant_method"]](dequantize=True)
     read = torch_mesh.patch(_load(tmp_path / "raw", own), weights="bf16", resident=0.5)
     model = _load(tmp_path / "raw", MeshConfig(weights="bf16", resident=0.5))
@@ -142,7 +142,7 @@ def test_transformers_dequantises_to_the_same_values(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("write", "own"), [(write_gpt_oss, Mxfp4Config), (write_deepseek_v4, FineGrainedFP8Config)])
-def test_families_with_their_own_quantised_names_are_read(
+def test_families_with_their_own_quantized_names_are_read(
     write: Callable[[Path], object], own: Any, tmp_path: Path
 ) -> None:
     if write is write_deepseek_v4 and DEEPSEEK_V4_FAILS:
@@ -170,7 +170,7 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
     if kind == "gpt_oss":
         write_gpt_oss(raw)
     else:
-        write_quantised(raw, KINDS[kind]())
+        write_quantized(raw, KINDS[kind]())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model = _load(raw, MeshConfig(resident=0.5))
@@ -178,7 +178,7 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
     for pool in (next(patched_modules(each))._mesh_pool for each in (model, named)):
         assert pool.store is None
     assert not list(cache.glob("stores/*/mesh_manifest.json"))
-    # Only the weights that have to be dequantised were written.
+    # Only the weights that have to be dequantized were written.
     rest = {name for path in cache.glob("stores/*-rest-*/*.safetensors") for name in load_file(path)}
     assert not any(".experts." in name for name in rest) and bool(rest) == (kind != "gpt_oss")
     stored = _load(raw, MeshConfig(resident=0.5, store=str(tmp_path / "store")))
@@ -211,7 +211,7 @@ def _experts_of(model: PreTrainedModel) -> Tensors:
 @pytest.mark.parametrize("kind", [kind for kind, make in MIXED.items() if make().kept or make().scales_rounded])
 def test_layers_that_differ_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, cache: Path) -> None:
     made = MIXED[kind]()
-    write_quantised(tmp_path, made)
+    write_quantized(tmp_path, made)
     with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="with scales rounded to bf16"):
         model = _load(tmp_path, MeshConfig(resident=0.5), torch.float32)
     assert next(patched_modules(model))._mesh_pool.store is None and not list(cache.glob("stores/*/mesh_manifest.json"))
@@ -222,7 +222,7 @@ def test_layers_that_differ_are_read_from_the_checkpoint_itself(kind: str, tmp_p
 
 
 def test_damaged_codes_fail_the_forward_that_needs_them(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
+    write_quantized(tmp_path / "raw", KINDS["ct_mxfp4"]())
     name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
     rewrite(tmp_path / "raw", lambda tensors: tensors.update({name: torch.full_like(tensors[name], 255)}))
     model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
@@ -233,7 +233,7 @@ def test_damaged_codes_fail_the_forward_that_needs_them(tmp_path: Path) -> None:
 
 
 def test_a_passthrough_format_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["awq"]())
+    write_quantized(tmp_path / "raw", KINDS["awq"]())
     with pytest.raises(
         ValueError, match="weights='mxfp4' holds the codes of a checkpoint unchanged, .* has AWQ experts"
     ):
@@ -248,17 +248,17 @@ def test_a_passthrough_format_of_another_checkpoint_is_refused(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["fp8", "awq"])
 def test_auto_takes_the_nearest_format(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
-    values = write_quantised(tmp_path / "raw", made)
+    values = write_quantized(tmp_path / "raw", made)
     with pytest.warns(UserWarning, match=f"to {made.nearest[0]} in groups of {made.nearest[1]}"):
         model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
     quantization = model.config.quantization_config
     assert (quantization.weights, quantization.group_size) == made.nearest
-    plain = _load(_unquantised(tmp_path / "raw", values, tmp_path / "plain"))
+    plain = _load(_unquantized(tmp_path / "raw", values, tmp_path / "plain"))
     _assert_close(model, _routed_logits(plain), 0.03)
 
 
 def test_a_converted_checkpoint_has_the_same_logits(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["gptq"]())
+    write_quantized(tmp_path / "raw", KINDS["gptq"]())
     config = MeshConfig(weights="int8", resident=0.5)
     direct = _load(tmp_path / "raw", config)
     convert(tmp_path / "raw", tmp_path / "store", "int8")
@@ -267,7 +267,7 @@ def test_a_converted_checkpoint_has_the_same_logits(tmp_path: Path) -> None:
 
 
 def test_a_saved_model_has_the_same_logits(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    write_quantized(tmp_path / "raw", KINDS["fp8"]())
     model = _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
     logits = _logits(model)
     model.save_pretrained(tmp_path / "saved")
@@ -279,7 +279,7 @@ def test_a_saved_model_has_the_same_logits(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_in_the_cache_is_an_error(tmp_path: Path, cache: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    write_quantized(tmp_path / "raw", KINDS["fp8"]())
     config = MeshConfig(weights="int8", resident=0.5)
     _load(tmp_path / "raw", config)
     (rest,) = cache.glob("stores/*/model*.safetensors")
@@ -294,29 +294,29 @@ def test_a_damaged_file_in_the_cache_is_an_error(tmp_path: Path, cache: Path) ->
     "wrong", [{"weight_block_size": [0, 0]}, {"weight_block_size": 3}, {"quant_method": "gptq", "bits": 4.0}]
 )
 def test_a_malformed_quantization_config_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    write_quantized(tmp_path / "raw", KINDS["fp8"]())
     change_config(tmp_path / "raw", quantization_config={"quant_method": "fp8"} | wrong)
-    with pytest.raises(MeshError, match="is quantised already"):
+    with pytest.raises(MeshError, match="is quantized already"):
         _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
 
 
 def test_fallback_experts_come_from_the_same_checkpoint(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["ct_int4"]())
+    write_quantized(tmp_path / "raw", KINDS["ct_int4"]())
     config = MeshConfig(weights="int8", resident=0.5, lossy={"fallback": "int4"})
     model = _load(tmp_path / "raw", config)
     assert torch.isfinite(_logits(model)).all()
-    write_quantised(tmp_path / "int8", KINDS["ct_int8"]())
+    write_quantized(tmp_path / "int8", KINDS["ct_int8"]())
     model = _load(tmp_path / "int8", MeshConfig(resident=0.5, lossy={"fallback": "lut4"}))
     pool = next(patched_modules(model))._mesh_pool
     # The group size that "auto" chooses holds for the fallback pool, too.
     assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 64
-    write_quantised(tmp_path / "fp8", KINDS["mxfp8"]())
+    write_quantized(tmp_path / "fp8", KINDS["mxfp8"]())
     model = _load(tmp_path / "fp8", MeshConfig(resident=0.5, lossy={"fallback": "int4"}))
     assert torch.isfinite(_logits(model)).all()
 
 
 def test_a_checkpoint_without_a_dtype_opens(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    write_quantized(tmp_path / "raw", KINDS["fp8"]())
     change_config(tmp_path / "raw", dtype=None, torch_dtype=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", quantization_config=MeshConfig(weights="int8"))
     assert torch.isfinite(_logits(model)).all()

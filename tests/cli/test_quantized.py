@@ -1,11 +1,11 @@
-"""The command line on checkpoints that another tool has quantised."""
+"""The command line on checkpoints that another tool has quantized."""
 
 import json
 from pathlib import Path
 
 import gguf_files
 import pytest
-from quantised import KINDS, change_config, write_gpt_oss, write_quantised
+from quantized import KINDS, change_config, write_gpt_oss, write_quantized
 
 from torch_mesh.cli import _parser, main
 from torch_mesh.cli.options import given_config
@@ -13,7 +13,7 @@ from torch_mesh.store.hub import local_folder
 
 
 def test_convert_auto_names_its_format_and_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_quantised(tmp_path / "raw", KINDS["awq"]())
+    write_quantized(tmp_path / "raw", KINDS["awq"]())
     with pytest.warns(UserWarning, match="weights='auto' converts AWQ experts to int8 in groups of 32, which rounds"):
         assert main(["convert", str(tmp_path / "raw"), str(tmp_path / "store"), "--weights", "auto"]) == 0
     assert "as int8" in capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_commands_take_the_options_that_plan_names(
 ) -> None:
     model = tmp_path / "model.gguf"
     if kind in KINDS:
-        write_quantised(model := tmp_path / "raw", KINDS[kind]())
+        write_quantized(model := tmp_path / "raw", KINDS[kind]())
     else:
         sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
         gguf_files.write(model, "qwen3moe", {"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K"}, **sizes)
@@ -53,7 +53,7 @@ def test_commands_take_the_options_that_plan_names(
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
-def test_an_unsupported_quantisation_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_quantization_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gpt_oss(tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "quark"})
     assert main([command, str(tmp_path)]) != 0
@@ -87,10 +87,10 @@ def test_all_parts_of_a_gguf_file_are_fetched_from_the_hub(tmp_path: Path, monke
     assert asked == [("maker/model", [f"m-0000{part}-of-00002.gguf" for part in (1, 2)])]
 
 
-def test_doctor_names_the_quantised_formats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_the_quantized_formats(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     (found,) = [
-        each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "quantised checkpoints"
+        each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "quantized checkpoints"
     ]
     assert found["status"] == "ok" and "mxfp4" in found["found"] and "gptq" in found["found"]
     assert "and GGUF files, with gguf" in found["found"]
