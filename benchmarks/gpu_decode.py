@@ -243,7 +243,7 @@ def lanes(events: Sequence[Mapping[str, Any]]) -> dict[str, Intervals]:
     }
 
 
-def idle_share(lane: Intervals) -> float:
+def idle_fraction(lane: Intervals) -> float:
     """The idle fraction of the time between the lane's first and last event."""
     busy = sum(end - begin for begin, end in lane)
     return 1 - busy / (lane[-1][1] - lane[0][0])
@@ -289,7 +289,7 @@ def add_time(report: Report, name: str, contender: Contender, path: Path) -> Non
         report.notes.append(f"{name}: the profiler saw no kernels, so there is no timeline")
         return
     report.details.setdefault("timeline", {})[name] = found
-    report.add(Row(f"no kernel runs, {name}, profiled", 100 * idle_share(found[KERNELS]), "%"))
+    report.add(Row(f"no kernel runs, {name}, profiled", 100 * idle_fraction(found[KERNELS]), "%"))
 
 
 # -- the report ------------------------------------------------------------------------------------

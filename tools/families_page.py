@@ -67,7 +67,7 @@ _TAIL = """
 <!-- `python tools/families_page.py` writes this page from `tests/models/tiny_models.py`; a test compares them. -->
 """
 
-# Facts that no tiny model shows; tests/models/test_left_alone.py and test_families.py show them.
+# Facts that no tiny model shows; tests/models/test_unpooled.py and test_families.py show them.
 _BESIDES = {
     "DiffusionGemmaTextExperts": (
         "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`"

@@ -321,7 +321,7 @@ class _DetailedStats(TypedDict):
     experts: dict[str, npt.NDArray[np.int64]]
     prefetch_error: Exception | None
     slots: int  # now
-    kept: int  # soft-pinned early experts, now
+    early: int  # soft-pinned early experts, now
     max_slots: int
     shrinks: int
     grows: int

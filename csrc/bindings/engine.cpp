@@ -168,7 +168,7 @@ py::dict detailed_stats(const PyEngine& self) {
   result["prefetch_error"] =
       stats.prefetch_error ? exception_of(*stats.prefetch_error) : py::object(py::none());
   result["slots"] = stats.slots;
-  result["kept"] = stats.kept;
+  result["early"] = stats.early;
   result["max_slots"] = max_slots;
   result["shrinks"] = stats.shrinks;
   result["grows"] = stats.grows;

@@ -52,8 +52,8 @@ py::dict as_dict(const ReplayResult& result) {
   counts["cold_misses"] = result.counts.cold_misses;
   counts["deferred"] = result.counts.deferred;
   counts["promoted"] = result.counts.promoted;
-  counts["kept_accesses"] = result.counts.kept_accesses;
-  counts["kept_hits"] = result.counts.kept_hits;
+  counts["early_accesses"] = result.counts.early_accesses;
+  counts["early_hits"] = result.counts.early_hits;
   counts["prefetched"] = result.counts.prefetches;
   counts["prefetch_used"] = result.counts.prefetches_used;
   counts["predicted_right"] = result.predicted_right;

@@ -361,7 +361,7 @@ PoolStats Pool::detailed_stats() const {
   const Lock lock(mutex_);
   copy = core_.statistics().counts();
   copy.slots = core_.slots().limit();
-  copy.kept = copy.slots - core_.slots().slots_for_others();
+  copy.early = copy.slots - core_.slots().slots_without_early();
   return copy;
 }
 

@@ -43,8 +43,8 @@ def test_bench_measures_the_tokens_and_slots_of_its_options(
     assert measured["hit_rate"] == decode["hit_rate"] == decode["hits"] / (11 * 6 * 4)
     assert measured["bytes_per_token"] == decode["bytes_read"] / 11
     assert measured["limits"]["disk"] == pytest.approx(1e9 / measured["bytes_per_token"])
-    assert measured["stall_share"] == pytest.approx(decode["stall_seconds"] / sum(measured["step_seconds"]))
-    assert 0 < measured["stall_share"] < 1 and 0 <= measured["prefill_stall_share"] < 1
+    assert measured["stall_fraction"] == pytest.approx(decode["stall_seconds"] / sum(measured["step_seconds"]))
+    assert 0 < measured["stall_fraction"] < 1 and 0 <= measured["prefill_stall_fraction"] < 1
     assert measured["tokens_per_second_p10"] <= measured["tokens_per_second"] <= measured["tokens_per_second_p90"]
     assert measured["prefill_tokens_per_second"] == pytest.approx(40 / measured["prefill_seconds"])
     planned = measured["plan"]

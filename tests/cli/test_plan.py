@@ -440,7 +440,7 @@ def test_ranks_have_a_part_of_the_experts_each(
         about = planned["ranks"]
         assert (about["ranks"], about["experts"], about["sum_bytes"]) == (ranks, 32 // ranks, 384)
         assert 4 / ranks < about["busiest"] < 4  # of four experts a token: spread evenly, or all on one rank
-        assert planned["slots"] == 48 // ranks and planned["resident_share"] == whole["resident_share"]
+        assert planned["slots"] == 48 // ranks and planned["resident_fraction"] == whole["resident_fraction"]
         assert planned["sizes"]["all_experts_bytes"] * ranks == whole["sizes"]["all_experts_bytes"]
         assert planned["tokens_per_second"] > whole["tokens_per_second"]
         assert main(["plan", str(mesh_tiny), "--ranks", str(ranks), *GIVEN]) == 0

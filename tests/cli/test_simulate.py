@@ -60,7 +60,7 @@ def test_prefetch_halves_the_waits_of_a_good_predictor(tmp_path: Path) -> None:
     ahead, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto", "--prefetch", "simulated", "--recall", "0.9")
     assert ahead["wait_rate"] < 0.5 * plain["wait_rate"]
     assert ahead["reads_per_token"] < 1.5 * plain["reads_per_token"]
-    assert 0 < ahead["stall_share"] < 0.5 * plain["stall_share"]
+    assert 0 < ahead["stall_fraction"] < 0.5 * plain["stall_fraction"]
     assert ahead["recall"] == pytest.approx(0.9, abs=0.01)
     assert ahead["prefetch_used"] + ahead["prefetch_unused"] == ahead["prefetched"] > 0
     assert plain["prefetched"] == 0 and plain["recall"] is None
@@ -158,8 +158,8 @@ def test_one_node_equals_one_process(seed: int, ahead: str) -> None:
         assert (row.slots, row.hit_rate, row.busiest) == (alone.slots, alone.hit_rate, 3)
         assert row.tokens_per_second == pytest.approx(alone.tokens_per_second)
         assert row.read_bytes_per_token == pytest.approx(alone.bytes_per_token)
-        assert row.stall_share == pytest.approx(alone.stall_share)
-        assert row.sent_bytes_per_token == row.network_share == 0
+        assert row.stall_fraction == pytest.approx(alone.stall_fraction)
+        assert row.sent_bytes_per_token == row.network_fraction == 0
 
 
 def test_bytes_and_waits_of_two_nodes_are_those_computed_by_hand() -> None:
@@ -178,7 +178,7 @@ def test_bytes_and_waits_of_two_nodes_are_those_computed_by_hand() -> None:
     exchanged = 2 * (5 + 2 * row_bytes / 2 / 1e3)
     waited = 3 + 2  # the rest of the model, and two experts that node 0 reads one after the other
     assert reduced.tokens_per_second == pytest.approx(2 / (waited + exchanged))
-    assert reduced.network_share == pytest.approx(exchanged / (waited + exchanged))
+    assert reduced.network_fraction == pytest.approx(exchanged / (waited + exchanged))
 
     sent = of("all_to_all")
     counts = 2 * 8  # one for each of the two experts of the other node

@@ -738,7 +738,7 @@ class OnCore {
     core_.validate();
     PoolStats stats = core_.statistics().counts();
     stats.slots = core_.slots().limit();
-    stats.kept = stats.slots - core_.slots().slots_for_others();
+    stats.early = stats.slots - core_.slots().slots_without_early();
     return stats;
   }
 
@@ -829,8 +829,8 @@ TEST(Core, TheThreadedPoolGivesTheSameStatesAndCounts) {
       });
       ASSERT_EQ(pool.states(), core.states()) << "after event " << event;
       const PoolStats there = pool.stats(), here = core.stats();
-      EXPECT_EQ(std::tuple(there.slots, there.kept, there.shrinks, there.grows),
-                std::tuple(here.slots, here.kept, here.shrinks, here.grows));
+      EXPECT_EQ(std::tuple(there.slots, there.early, there.shrinks, there.grows),
+                std::tuple(here.slots, here.early, here.shrinks, here.grows));
       for (size_t phase = 0; phase < kPhases; ++phase) {
         for (int32_t at = 0; at < shape.layers; ++at) {
           for (const auto& [name, count] : kLayerCounts) {

@@ -102,7 +102,7 @@ TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
       const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
       switch (random() % 4) {
         case 0:
-          if (slots.early(id) || slots.slots_for_others() > kSlots / 2) {
+          if (slots.early(id) || slots.slots_without_early() > kSlots / 2) {
             slots.soft_pin(id, SoftPin::kEarly, !slots.early(id));
           }
           break;
@@ -171,13 +171,13 @@ TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
   constexpr int32_t kSlots = 12;
   SlotTable slots(2, 8, kSlots, make_policy("lru", {2, 8, kSlots}));
   SoftPins pins({.profile = falling(2, 8), .early_layers = 2, .early_experts = 3}, slots);
-  EXPECT_EQ(slots.slots_for_others(), 6);
+  EXPECT_EQ(slots.slots_without_early(), 6);
   for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.early(id)) << id;
   for (const auto& [limit, pinned] : {std::pair{12, 6}, {11, 4}, {4, 2}, {1, 0}, {12, 6}}) {
     slots.set_limit(limit);
     pins.resize();
     slots.validate();
-    EXPECT_EQ(slots.slots_for_others(), limit - pinned);
+    EXPECT_EQ(slots.slots_without_early(), limit - pinned);
     for (int32_t place = 0; place < 6; ++place) {
       EXPECT_EQ(slots.early(Ids{0, 8, 1, 9, 2, 10}[place]), place < pinned);
     }
@@ -196,7 +196,7 @@ TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
   EXPECT_TRUE(slots.early(6));
   EXPECT_TRUE(slots.early(3) != slots.early(5));
   EXPECT_TRUE(slots.early(9));  // the second expert of layer 1 that was used does not exist
-  EXPECT_EQ(kSlots - slots.slots_for_others(), 3);
+  EXPECT_EQ(kSlots - slots.slots_without_early(), 3);
   // A prompt is one forward, in which each expert counts by its fraction of the tokens.
   const std::vector<int64_t> ids{4, 7, 4, 8};
   for (int32_t step = 0; step < 300; ++step) kept.tick(0, Ids{4, 7}, ids, 1);
@@ -346,8 +346,8 @@ TEST(SoftPins, StayDuringForwardsAndResizes) {
   }
   LayerStats all;
   for (const LayerStats& layer : pool.stats()) all += layer;
-  EXPECT_LE(all.kept_hits, all.kept_accesses);
-  EXPECT_LE(all.kept_accesses, 2 * 8);  // in the two early layers
+  EXPECT_LE(all.early_hits, all.early_accesses);
+  EXPECT_LE(all.early_accesses, 2 * 8);  // in the two early layers
   EXPECT_EQ(all.accesses, 24);
 }
 
@@ -402,12 +402,12 @@ TEST(Profile, ReplaySoftPinsAsThePoolDoes) {
     return std::accumulate(result.hits.begin(), result.hits.end(), int64_t{0});
   };
   const ReplayResult plain = replay(trace, options);
-  EXPECT_EQ(plain.counts.kept_accesses, 0);
+  EXPECT_EQ(plain.counts.early_accesses, 0);
   options.soft_pins = {.early_layers = 2, .early_experts = 1};
   const ReplayResult pinned = replay(trace, options);
-  EXPECT_EQ(pinned.counts.kept_accesses, 140);
-  EXPECT_GE(pinned.counts.kept_hits, 138);
-  EXPECT_EQ(hits(pinned), pinned.counts.kept_hits);
+  EXPECT_EQ(pinned.counts.early_accesses, 140);
+  EXPECT_GE(pinned.counts.early_hits, 138);
+  EXPECT_EQ(hits(pinned), pinned.counts.early_hits);
   EXPECT_GE(hits(pinned), hits(plain));
 }
 

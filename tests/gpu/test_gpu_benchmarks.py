@@ -163,7 +163,7 @@ def test_a_trace_is_divided_into_lanes() -> None:
     assert lanes[gpu_decode.COPIES] == [(5, 9), (30, 31), (32, 33)]
     assert lanes[gpu_decode.NODES] == [(9, 30)]
     assert lanes[gpu_decode.LAUNCHES] == [(0, 50)]
-    assert gpu_decode.idle_share(lanes[gpu_decode.KERNELS]) == pytest.approx(1 - 23 / 50)
+    assert gpu_decode.idle_fraction(lanes[gpu_decode.KERNELS]) == pytest.approx(1 - 23 / 50)
     assert gpu_decode.lanes(EVENTS[:2]) == {}
 
 

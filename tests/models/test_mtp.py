@@ -204,7 +204,7 @@ def test_heads_take_no_variables_of_the_environment(
         monkeypatch.setenv(f"TORCH_MESH_{name}", value)
     _generate(model, use_mtp=True, max_new_tokens=4)
     stats = torch_mesh.stats(loads[0]())
-    assert not stats.lossy and not stats.kept
+    assert not stats.lossy and not stats.early
     assert {pool.group_size for pool in pools_of(loads[0]())} == {64}
     assert all(linear.exact for _, linear in packed_linears(loads[0]()))
 

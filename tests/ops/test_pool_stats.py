@@ -94,8 +94,8 @@ def test_the_dict_is_complete_and_rates_without_accesses_are_none(open_pool: Ope
     table = json.loads(json.dumps(stats.to_dict()))
     assert set(table) == {field for field in vars(stats)} | {
         "hit_rate",
-        "kept_hit_rate",
-        "unkept_hit_rate",
+        "early_hit_rate",
+        "other_hit_rate",
         "prefetch_accuracy",
     }
     assert table["decode"]["accesses"] == table["accesses"] == len(set(ids.flatten().tolist()))

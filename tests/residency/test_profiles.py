@@ -199,12 +199,12 @@ def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy
         engine.validate()
         stats = torch_mesh.stats(model)
         kept = "residency" in fields
-        assert bool(stats.kept_accesses) == kept
-        assert ("experts are kept" in str(stats)) == kept
-        assert 2 * stats.kept <= stats.slots and bool(stats.kept) == kept
+        assert bool(stats.early_accesses) == kept
+        assert ("early experts are soft-pinned" in str(stats)) == kept
+        assert 2 * stats.early <= stats.slots and bool(stats.early) == kept
         if kept:
-            assert stats.kept_hits <= stats.kept_accesses <= stats.accesses
-            assert stats.to_dict()["kept_hit_rate"] == stats.kept_hits / stats.kept_accesses
+            assert stats.early_hits <= stats.early_accesses <= stats.accesses
+            assert stats.to_dict()["early_hit_rate"] == stats.early_hits / stats.early_accesses
 
 
 def test_early_experts_shrink_with_the_pool(open_model: Open) -> None:
@@ -215,7 +215,7 @@ def test_early_experts_shrink_with_the_pool(open_model: Open) -> None:
         engine.resize(slots)
         _decode(model)
         engine.validate()
-        assert 0 < torch_mesh.stats(model).kept <= slots // 2
+        assert 0 < torch_mesh.stats(model).early <= slots // 2
 
 
 def test_patch_takes_a_profile_too(mesh_tiny: Path, saved: Path) -> None:
@@ -339,10 +339,10 @@ def test_a_trace_makes_a_profile_that_simulate_takes(tmp_path: Path, capsys: pyt
     options = ["--resident", "0.25", "--policy", "lru", "--prompts", "9:", "--json", str(out)]
     assert main(["routing", "simulate", str(trace), *options, "--profile", str(profile)]) == 0
     [plain] = json.loads(out.read_text())["rows"]
-    assert plain["kept_hit_rate"] is None and plain["unkept_hit_rate"] is not None
+    assert plain["early_hit_rate"] is None and plain["other_hit_rate"] is not None
     assert main(["routing", "simulate", str(trace), *options, "--early-experts", "2,16"]) == 0
     [kept] = json.loads(out.read_text())["rows"]
-    assert kept["kept_hit_rate"] > kept["unkept_hit_rate"]
+    assert kept["early_hit_rate"] > kept["other_hit_rate"]
     assert "others" in capsys.readouterr().out
     assert main(["routing", "simulate", str(trace), "--early-experts", "2"]) == 2
     assert "two positive numbers" in capsys.readouterr().err

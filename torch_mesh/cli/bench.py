@@ -126,7 +126,7 @@ def _print_table(measured: Measured) -> None:
 
     add("seconds to open", f"{measured.open_seconds:.1f}")
     add(f"prompt of {measured.prompt_tokens}", f"{measured.prefill_tokens_per_second:.1f} tokens/s")
-    add("waiting for the disk", f"{measured.prefill_stall_share:.1%}")
+    add("waiting for the disk", f"{measured.prefill_stall_fraction:.1%}")
     speed = measured.tokens_per_second
     spread = f"{measured.tokens_per_second_p10:.2f} to {measured.tokens_per_second_p90:.2f}"
     value = f"{speed:.2f} tokens/s ({spread})"

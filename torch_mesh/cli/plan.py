@@ -285,8 +285,8 @@ def _add_sizes(table: Table, sizes: Sizes, disk: tuple[int, int] | None) -> None
             f"{format_bytes(sum(disk))} at the peak: {store} of the store, {beside} of weight files beside it",
         )
     table.add_row("rest of the model", _bytes(sizes.dense_bytes))
-    if sizes.left_alone:
-        table.add_row("of that, experts outside the pool", escape(sizes.left_alone))
+    if sizes.unpooled:
+        table.add_row("of that, experts outside the pool", escape(sizes.unpooled))
     if sizes.tables:
         in_memory = f"{format_bytes(sizes.table_memory_bytes)} in memory for rows"
         rounded = f" in {sizes.table_weights}" if sizes.table_weights else ""
@@ -352,7 +352,7 @@ def _print_formats(planned: Plan) -> None:
         table.add_row(
             short_name(choice.weights) + group,
             format_bytes(choice.all_experts_bytes),
-            f"{choice.resident_share:.1%}",
+            f"{choice.resident_fraction:.1%}",
             f"{choice.hit_rate.expected:.0%}",
             format_bytes(round(choice.bytes_per_token)),
             f"{choice.tokens_per_second:.1f}",

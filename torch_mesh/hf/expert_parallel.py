@@ -20,7 +20,7 @@ from torch_mesh.hf.compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unho
 from torch_mesh.hf.parallelism_checks import dispatches
 from torch_mesh.hf.torch_compat import after_backward, is_in_backward, pytree
 from torch_mesh.models.expert_range import EXPERT_RANGE, OPENING, ExpertRange
-from torch_mesh.models.families import ExpertsLayer, layers_left_alone
+from torch_mesh.models.families import ExpertsLayer, unpooled_layers
 from torch_mesh.system.collectives import gathered, lost_ranks, this_machine, this_rank
 
 _DISPATCH = "EpDispatchExpertsParallel.install_forward.<locals>"  # transformers' wrapper of a forward
@@ -49,7 +49,7 @@ def check_divisible(
     named: list[str] = []
     if experts % ranks:
         named.append(f"{experts} experts cannot be divided evenly among {ranks} ranks")
-    if others := layers_left_alone(model):
+    if others := unpooled_layers(model):
         named.append(f"{others[0].path} has experts of another shape than {layers[0].path}, and a pool holds one shape")
     if any(not hasattr(layer.module, "_is_expert_parallel") for layer in layers):
         named.append(f"{type(layers[0].module).__name__} knows no expert parallelism in transformers")

@@ -32,7 +32,7 @@ from torch_mesh.formats import is_passthrough
 from torch_mesh.hf.compat import has_own_adapters, wrap
 from torch_mesh.hf.model_config import patched_models, without_config_metadata
 from torch_mesh.hf.streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
-from torch_mesh.models.families import ExpertsLayer, find_experts, layers_left_alone
+from torch_mesh.models.families import ExpertsLayer, find_experts, unpooled_layers
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters
 from torch_mesh.modules.tables import PackedTableWeight, check_room, table_modules
@@ -173,7 +173,7 @@ def _unpacking(
     state = dict(model.state_dict() if given is None else given)
     parts = []
     separate: dict[str, torch.Tensor] = {}
-    with_others = bool(layers_left_alone(model))  # a family's own layout may join experts of both kinds
+    with_others = bool(unpooled_layers(model))  # a family's own layout may join experts of both kinds
     for layer in _patched_layers(model):
         shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
         if with_experts:

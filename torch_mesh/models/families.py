@@ -348,7 +348,7 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that go into a pool, in order of registration.
 
     A pool's slots have one size. If layers differ in geometry, these are the layers of the geometry with most bytes, or
-    in a patched model those that are patched; the others are ``layers_left_alone``. Raises UnsupportedModelError,
+    in a patched model those that are patched; the others are ``unpooled_layers``. Raises UnsupportedModelError,
     listing the supported families, if there are none or one is unsupported.
     """
     check_model(model)
@@ -369,7 +369,7 @@ def has_experts(model: nn.Module) -> bool:
     return any(True for _ in _all_layers(model))
 
 
-def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
+def unpooled_layers(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers that stay in memory unpacked."""
     pooled = {layer.path for layer in find_experts(model)}
     return [layer for layer in _all_layers(model) if layer.path not in pooled]
@@ -387,8 +387,8 @@ def check_recordable(layers: Sequence[ExpertsLayer]) -> None:
             )
 
 
-def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
-    """The layers left alone and their bytes, for a message; empty without layers."""
+def describe_unpooled(layers: Sequence[ExpertsLayer]) -> str:
+    """The layers outside the pool and their bytes, for a message; empty without layers."""
     kinds: dict[str, list[ExpertsLayer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)

@@ -24,7 +24,7 @@ from torch_mesh.modules.dense import check_dense, install_products, pack_dense, 
 from torch_mesh.modules.early_rows import install_early_rows, uninstall_early_rows
 from torch_mesh.modules.tables import install_table, restore_tables
 from torch_mesh.patching.expert_source import ExpertSource, open_tables
-from torch_mesh.patching.unpooled import warn_left_alone
+from torch_mesh.patching.unpooled import warn_of_unpooled
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.pool.shared_pool import check_shared
 from torch_mesh.prefetch.lookahead import check_predictor, connect
@@ -162,7 +162,7 @@ MODES = (
         check=lambda p: check_gpu_weights(p.config.gpu, p.source.only_format),
         install=lambda p: move_experts(p.layers, p.pool, p.placement, p.gpu_pool),
     ),
-    Mode("unpooled", install=lambda p: warn_left_alone(p.model, p.layers)),
+    Mode("unpooled", install=lambda p: warn_of_unpooled(p.model, p.layers)),
     Mode(
         "saving",
         install=lambda p: attach_quantizer(

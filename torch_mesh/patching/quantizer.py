@@ -35,10 +35,10 @@ from torch_mesh.modules.experts import DetachedParameters, PackedModule, patched
 from torch_mesh.patching.checkpoint_source import CheckpointSource, HubFiles, fetch_missing, find_source
 from torch_mesh.patching.expert_source import TableSource, open_tables
 from torch_mesh.patching.pipeline import assemble, check
-from torch_mesh.patching.unpooled import load_left_alone, load_tables
+from torch_mesh.patching.unpooled import load_tables, load_unpooled
 from torch_mesh.pool.expert_pool import record_bytes
 from torch_mesh.pool.row_tables import tables_memory, vocabulary_in_files
-from torch_mesh.store.checkpoint import find_left_alone
+from torch_mesh.store.checkpoint import find_unpooled
 from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
 from torch_mesh.store.gguf import gguf_files, is_gguf
 from torch_mesh.store.gguf_families import FAMILIES
@@ -113,7 +113,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         named = [*checkpoint_files]
         source.prepare()
         of_rest = source.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
-        left_alone = find_left_alone(of_rest, model, key_mapping)
+        unpooled = find_unpooled(of_rest, model, key_mapping)
         find_tables = functools.partial(tables_in_files, of_rest, model, source.config.tables, key_mapping)
         found = find_tables()
         if self._on_cpu and _is_short_of_memory(model, layers, source, [layer for layer, _ in found]):
@@ -123,7 +123,7 @@ class MeshQuantizer(PatchedModelQuantizer):
             source.tables = TableSource(*zip(*found, strict=True))
         in_files = {layer.path for layer, _ in found}
         whole = [each for each in packed_tables(of_rest, model, embeddings(model)) if each[0].path not in in_files]
-        unloaded: list[ExpertsLayer | TableLayer] = [*layers, *(layer for layer, _ in left_alone)]
+        unloaded: list[ExpertsLayer | TableLayer] = [*layers, *(layer for layer, _ in unpooled)]
         unloaded += [layer for layer, _ in (*found, *whole)]
         absent = [DetachedParameters(layer) for layer in unloaded]
         # The checkpoint's tensors of these modules are expected: the pool reads them. Their names lack the prefix if
@@ -132,14 +132,14 @@ class MeshQuantizer(PatchedModelQuantizer):
         inner = {path.removeprefix(f"{model.base_model_prefix}.") for path in paths}
         expected = {rf"(^|\.){re.escape(path)}\." for path in paths}
         ignore_unexpected(model, expected | {rf"^{re.escape(path)}\." for path in inner})
-        self._loading = layers, source, left_alone, whole, absent
+        self._loading = layers, source, unpooled, whole, absent
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
-        layers, source, left_alone, whole, absent = self._loading
+        layers, source, unpooled, whole, absent = self._loading
         del self._loading
         for each in absent:
             each.end()
-        load_left_alone(model, left_alone)
+        load_unpooled(model, unpooled)
         if whole:
             with contextlib.closing(open_tables([stored for _, stored in whole], source.config)) as reader:
                 load_tables(model, [layer for layer, _ in whole], reader)

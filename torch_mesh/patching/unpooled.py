@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_mesh.models.families import ExpertsLayer, describe_left_alone, layers_left_alone
+from torch_mesh.models.families import ExpertsLayer, describe_unpooled, unpooled_layers
 from torch_mesh.models.tables import TableLayer
 from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.modules.packed_weight import device_around
@@ -18,8 +18,8 @@ from torch_mesh.pool.row_tables import RowTables
 from torch_mesh.store.checkpoint import CheckpointExperts
 
 
-def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
-    """Load the parameters of the layers that ``find_left_alone`` found, which are on the meta device.
+def load_unpooled(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
+    """Load the parameters of the layers that ``find_unpooled`` found, which are on the meta device.
 
     transformers cannot load them: it may convert both kinds of experts from the same tensors, and the pooled ones are
     detached.
@@ -46,15 +46,15 @@ def load_tables(model: nn.Module, layers: Sequence[TableLayer], reader: RowTable
         module._parameters["weight"] = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
 
 
-def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+def warn_of_unpooled(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
     """Warn once of experts outside the pool, and note them for ``print(model)``."""
-    others = layers_left_alone(model)
+    others = unpooled_layers(model)
     if not others:
         return
-    note = describe_left_alone(others)
+    note = describe_unpooled(others)
     module: Any = layers[0].module
     assert isinstance(module, MeshExperts)
-    module._mesh_pool.left_alone = note
+    module._mesh_pool.unpooled = note
     warnings.warn(
         f"{type(model).__name__} has experts of several shapes, and a pool holds one shape: that of {layers[0].kind}. "
         f"These stay in memory, unpacked: {note}.",

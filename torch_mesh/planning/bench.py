@@ -71,8 +71,8 @@ class Measured:
     tokens_per_second_p10: float  # a tenth of the steps are slower
     tokens_per_second_p90: float  # a tenth of the steps are faster
     hit_rate: float | None  # decoding
-    stall_share: float  # fraction of decoding spent waiting for the disk
-    prefill_stall_share: float
+    stall_fraction: float  # fraction of decoding spent waiting for the disk
+    prefill_stall_fraction: float
     bytes_per_token: float  # read while decoding
     peak_bytes: int  # memory of the process without mapped files and the page cache
     limits: Limits
@@ -155,8 +155,8 @@ def measure(
         tokens_per_second_p10=1 / slow,
         tokens_per_second_p90=1 / fast,
         hit_rate=decode.hit_rate,
-        stall_share=decode.stall_seconds / sum(steps),
-        prefill_stall_share=counted.prefill.stall_seconds / clock.prefill(),
+        stall_fraction=decode.stall_seconds / sum(steps),
+        prefill_stall_fraction=counted.prefill.stall_seconds / clock.prefill(),
         bytes_per_token=read,
         peak_bytes=peak.bytes,
         limits=Limits(disk=speeds.disk / read if speeds is not None and read else None, memory=through),

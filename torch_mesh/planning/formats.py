@@ -46,7 +46,7 @@ class FormatChoice:
     expert_bytes: int
     all_experts_bytes: int
     slots: int
-    resident_share: float
+    resident_fraction: float
     hit_rate: HitRate
     bytes_per_token: float  # read, without unused prefetches
     tokens_per_second: float
@@ -117,7 +117,7 @@ def format_choices(
             expert_bytes=record,
             all_experts_bytes=of_format.all_experts_bytes,
             slots=slots,
-            resident_share=fraction,
+            resident_fraction=fraction,
             hit_rate=rate,
             bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
             tokens_per_second=1 / seconds,

@@ -58,7 +58,7 @@ class Plan:
     slots: int | None
     fallback_slots: int  # slots of lossy.fallback, beside ``slots``
     pool_bytes: int | None  # bytes of both kinds of slots
-    resident_share: float | None  # fraction of all experts, without fallbacks
+    resident_fraction: float | None  # fraction of all experts, without fallbacks
     recommended_slots: int  # twice the experts that a token uses in each layer (arXiv 2505.16056)
     recommended_bytes: int
     workspace_bytes: int
@@ -173,7 +173,7 @@ def plan(
         slots=slots,
         fallback_slots=fallback_slots,
         pool_bytes=None if slots is None else slots * sizes.expert_bytes + fallback_bytes,
-        resident_share=fraction,
+        resident_fraction=fraction,
         recommended_slots=recommended,
         recommended_bytes=recommended * sizes.expert_bytes,
         workspace_bytes=config.workspace_bytes,

@@ -35,9 +35,9 @@ def check_ranks(
             f"ranks={ranks} excludes lossy modes and experts on a GPU, and overlap is of a whole model's routing: "
             "leave those out."
         )
-    if sizes.left_alone:
+    if sizes.unpooled:
         raise ValueError(
-            f"ranks={ranks}: the model has experts of several shapes ({sizes.left_alone}), which ranks do not divide."
+            f"ranks={ranks}: the model has experts of several shapes ({sizes.unpooled}), which ranks do not divide."
         )
 
 

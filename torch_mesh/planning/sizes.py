@@ -16,9 +16,9 @@ from torch_mesh.formats import FORMATS, layer_formats, short_name
 from torch_mesh.models.families import (
     ExpertsLayer,
     common_activation,
-    describe_left_alone,
+    describe_unpooled,
     find_experts,
-    layers_left_alone,
+    unpooled_layers,
 )
 from torch_mesh.models.tables import TableLayer, find_vocabularies
 from torch_mesh.modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
@@ -48,10 +48,10 @@ class Sizes:
     all_experts_bytes: int
     dense_bytes: int | None  # all other weights in memory, packed by ``dense=``; None: unknown without a config.json
     dense_bytes_loading: int | None  # the same before packing
-    dense_bytes_per_token: int | None  # the part that a token reads: without the embedding and ``left_alone``
+    dense_bytes_per_token: int | None  # the part that a token reads: without the embedding and ``unpooled``
     dense_format: str  # the format that ``dense=`` packs most weights to; empty: none
-    left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
-    left_alone: str  # description of these experts
+    unpooled_bytes: int | None  # experts of other shapes, which stay outside the pool
+    unpooled: str  # description of these experts
     tables: str  # embedding tables that stay in files
     vocabularies: str  # the input embeddings among ``tables``, which stay in files if memory is short
     vocabulary_bytes: int  # size in memory of input embeddings that could stay in files
@@ -111,7 +111,7 @@ def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
         blocks = codes_of_store(folder, model) if config.dense == CODES else None
         check_dense(config.dense, blocks)
         dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16, blocks)
-        others = layers_left_alone(model)
+        others = unpooled_layers(model)
         # Use this build's activations: the build that wrote the store may have fused fewer.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
     files = tuple(folder / file.name for file in manifest.record_files)
@@ -134,7 +134,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> S
     )
     tables = tables_in_files(folder, model, config.tables, vocabularies=vocabularies)
     dense = _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts), blocks)
-    others, files = layers_left_alone(model), experts.expert_files
+    others, files = unpooled_layers(model), experts.expert_files
     return dataclasses.replace(
         _sizes(shape_of(layers), weights, group_size, dense, others, tables, config, files),
         staging_bytes=staging if raw else 0,
@@ -192,8 +192,8 @@ def _sizes(
         dense_bytes_loading=None if dense is None else dense.loading,
         dense_bytes_per_token=None if dense is None else dense.per_token,
         dense_format="" if dense is None else dense.format,
-        left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
-        left_alone=describe_left_alone(others or ()),
+        unpooled_bytes=None if others is None else sum(layer.nbytes for layer in others),
+        unpooled=describe_unpooled(others or ()),
         tables=", ".join(layer.path for layer, _ in tables),
         vocabularies=", ".join(
             layer.path
@@ -248,10 +248,10 @@ def _dense_bytes(
         formats[format] += linear.weight.numel()
         tied = tied and linear is not head  # a packed head is a separate weight
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
-    left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
+    unpooled = sum(layer.nbytes for layer in unpooled_layers(model))
     frequent = formats.most_common(1)
     vocabularies = {table.path: table.nbytes for table in find_vocabularies(model)}
-    return _Rest(packed, loading, packed - left_alone - not_read, frequent[0][0] if frequent else "", vocabularies)
+    return _Rest(packed, loading, packed - unpooled - not_read, frequent[0][0] if frequent else "", vocabularies)
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

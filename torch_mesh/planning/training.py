@@ -107,7 +107,7 @@ def plan_training(
     planned = plan(folder, config, memory=whole - beside, speeds=speeds)
     passes = 3 if gradient_checkpointing else 2
     used = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
-    reads = None if planned.resident_share is None else passes * used * (1 - planned.resident_share)
+    reads = None if planned.resident_fraction is None else passes * used * (1 - planned.resident_fraction)
     read_bytes = None if reads is None else round(reads * sizes.expert_bytes)
     reading = None if read_bytes is None or speeds is None else read_bytes / speeds.disk
     computing = None

@@ -133,7 +133,7 @@ class ExpertPool:
         self.exact = exact
         self.top_k = min_slots
         self.lossy = config.lossy.modes
-        self.left_alone = ""  # the model's experts outside the pool
+        self.unpooled = ""  # the model's experts outside the pool
         self.choice = ""  # why max_error chose its format
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # the pool of another format whose records move to GPUs
@@ -235,10 +235,10 @@ class ExpertPool:
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{reads}"
         fallback = "" if self.fallback is None else f", fallback: {self.fallback.describe()}"
-        left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
+        unpooled = f", outside the pool: {self.unpooled}" if self.unpooled else ""
         own = "" if self.expert_range is None else f"{self.expert_range}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
-        return f"{own}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{fallback}{left_alone}"
+        return f"{own}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{fallback}{unpooled}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

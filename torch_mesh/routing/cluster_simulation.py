@@ -74,8 +74,8 @@ class NodesRow:
     busiest: float  # fraction of a token's experts on the machine with most of them
     read_bytes_per_token: float
     sent_bytes_per_token: float
-    stall_share: float  # mean fraction of the time that a machine waits for its own reads
-    network_share: float  # fraction of the time in exchanges
+    stall_fraction: float  # mean fraction of the time that a machine waits for its own reads
+    network_fraction: float  # fraction of the time in exchanges
     tokens_per_second: float
 
     def to_dict(self) -> dict[str, object]:
@@ -100,7 +100,7 @@ def simulate_nodes(
 
     After each layer, all machines wait for the last one and for the exchange of ``cluster.dispatch``. ``lookahead``:
     each machine prefetches its own experts among the ``prefetch`` (default top_k) best predictions of the next layer's
-    router. ``prompts`` limits the counts to some sequences, except for bytes read and ``stall_share``; "apart" places
+    router. ``prompts`` limits the counts to some sequences, except for bytes read and ``stall_fraction``; "apart" places
     experts by the sequences before them. Other arguments are as in ``simulate``.
 
     Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and as
@@ -153,8 +153,10 @@ def simulate_nodes(
         busiest=float(_on_each(trace.ids[begin:end], owners, nodes).max(axis=0).mean()),
         read_bytes_per_token=sum(count["promoted"] for count in counts) * cluster.hardware.expert_bytes / trace.tokens,
         sent_bytes_per_token=float(exchange.sent[counted].sum()) / tokens,
-        stall_share=max(0.0, sum(count["stalled_seconds"] for count in counts) / nodes / counts[0]["virtual_seconds"]),
-        network_share=float(exchange.seconds[counted].sum()) / seconds,
+        stall_fraction=max(
+            0.0, sum(count["stalled_seconds"] for count in counts) / nodes / counts[0]["virtual_seconds"]
+        ),
+        network_fraction=float(exchange.seconds[counted].sum()) / seconds,
         tokens_per_second=tokens / seconds,
     )
 

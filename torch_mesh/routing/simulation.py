@@ -59,7 +59,7 @@ class Row:
     hit_rate: float  # resident when their layer began
     wait_rate: float  # not resident, and waited for
     deferred_rate: float  # not resident, and deferred by a layer
-    stall_share: float  # fraction of virtual time spent waiting for reads
+    stall_fraction: float  # fraction of virtual time spent waiting for reads
     reads_per_token: float  # demand and prefetch
     bytes_per_token: float | None
     prefetch: str
@@ -69,8 +69,8 @@ class Row:
     recall: float | None  # of the predictor, at the number of requested experts
     decision_ns: float  # CPU time per access in policy, predictor and slot table
     tokens_per_second: float | None
-    kept_hit_rate: float | None  # of experts that early_experts keeps, over the whole trace
-    unkept_hit_rate: float | None  # of all others
+    early_hit_rate: float | None  # of experts that early_experts keeps, over the whole trace
+    other_hit_rate: float | None  # of all others
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -112,7 +112,7 @@ def simulate(
         raise ValueError(f"predictor is '{predictor}'; allowed: {', '.join(predictor_names())}")
     requested = 0 if predictor == "off" else trace.top_k if prefetch is None else prefetch
     slots = max(trace.top_k, int(resident * trace.layers * trace.experts + 1e-9))
-    early_layers, kept_in_each = (0, 0) if isinstance(early_experts, str) else early_experts
+    early_layers, early_in_each = (0, 0) if isinstance(early_experts, str) else early_experts
     counts = _C.replay(
         trace.ids,
         experts=trace.experts,
@@ -133,11 +133,11 @@ def simulate(
         rest_seconds=hardware.rest_seconds(trace) if hardware else 0.0,
         profile=profile.arrays() if profile else None,
         early_layers=early_layers,
-        early_experts=kept_in_each,
+        early_experts=early_in_each,
     )
     begin, end = trace.token_range(prompts)
     hits = int(counts["hits"][begin:end].sum())
-    accesses, kept, kept_hits = counts["accesses"], counts["kept_accesses"], counts["kept_hits"]
+    accesses, early, early_hits = counts["accesses"], counts["early_accesses"], counts["early_hits"]
     reads = counts["promoted"] / trace.tokens
     return Row(
         trace=trace.name,
@@ -147,7 +147,7 @@ def simulate(
         hit_rate=hits / int(counts["accesses_of"][begin:end].sum()),
         wait_rate=(counts["cold_misses"] + counts["inflight_misses"]) / accesses,
         deferred_rate=counts["deferred"] / accesses,
-        stall_share=counts["stalled_seconds"] / counts["virtual_seconds"],
+        stall_fraction=counts["stalled_seconds"] / counts["virtual_seconds"],
         reads_per_token=reads,
         bytes_per_token=reads * hardware.expert_bytes if hardware else None,
         prefetch=predictor,
@@ -157,6 +157,6 @@ def simulate(
         recall=counts["predicted_right"] / accesses if requested else None,
         decision_ns=1e9 * counts["decision_seconds"] / accesses,
         tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,
-        kept_hit_rate=kept_hits / kept if kept else None,
-        unkept_hit_rate=(int(counts["hits"].sum()) - kept_hits) / (accesses - kept) if accesses > kept else None,
+        early_hit_rate=early_hits / early if early else None,
+        other_hit_rate=(int(counts["hits"].sum()) - early_hits) / (accesses - early) if accesses > early else None,
     )

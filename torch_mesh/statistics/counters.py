@@ -36,8 +36,8 @@ class Counters:
     hits: int = 0  #: resident
     cold_misses: int = 0  #: read on demand
     inflight_misses: int = 0  #: already being read
-    kept_accesses: int = 0  #: accesses to experts that ``residency.early_experts`` keeps
-    kept_hits: int = 0  #: hits of these
+    early_accesses: int = 0  #: accesses to experts that ``residency.early_experts`` soft-pins
+    early_hits: int = 0  #: hits of these
     deferred: int = 0  #: not resident, and used one MoE layer later
     rerouted: int = 0  #: choices replaced by a resident expert; not in accesses
     fallback_accesses: int = 0  #: accesses to fallback experts, resident or not
@@ -64,15 +64,15 @@ class Counters:
         return self.hits / self.accesses if self.accesses else None
 
     @property
-    def kept_hit_rate(self) -> float | None:
+    def early_hit_rate(self) -> float | None:
         """Hits per access to experts that ``residency.early_experts`` keeps; None without accesses."""
-        return self.kept_hits / self.kept_accesses if self.kept_accesses else None
+        return self.early_hits / self.early_accesses if self.early_accesses else None
 
     @property
-    def unkept_hit_rate(self) -> float | None:
+    def other_hit_rate(self) -> float | None:
         """Hits per access to all other experts; None without accesses."""
-        others = self.accesses - self.kept_accesses
-        return (self.hits - self.kept_hits) / others if others else None
+        others = self.accesses - self.early_accesses
+        return (self.hits - self.early_hits) / others if others else None
 
     @property
     def prefetch_accuracy(self) -> float | None:
@@ -105,9 +105,9 @@ class Counters:
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
 _values = operator.attrgetter(*_NAMES)
 _NO_COUNTS = Counters()
-_DICT_NAMES = (*_NAMES, "hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
+_DICT_NAMES = (*_NAMES, "hit_rate", "early_hit_rate", "other_hit_rate", "prefetch_accuracy")
 _dict_values = operator.attrgetter(*_DICT_NAMES)
-SIZES = ("slots", "kept", "max_slots", "shrinks", "grows")
+SIZES = ("slots", "early", "max_slots", "shrinks", "grows")
 _RESIZES = ("shrinks", "grows")  # the counts among SIZES
 
 
@@ -224,7 +224,7 @@ class Stats(PhaseCounters):
 
     per_layer: list[LayerCounters] = field(default_factory=list)  #: each MoE layer, in order
     slots: int = 0  #: current limit of resident experts
-    kept: int = 0  #: slots that ``residency.early_experts`` keeps: at most half
+    early: int = 0  #: slots that ``residency.early_experts`` soft-pins: at most half
     max_slots: int = 0  #: initial limit
     shrinks: int = 0  #: times that the pool shrank because memory ran low
     grows: int = 0  #: times that it grew again
@@ -281,9 +281,9 @@ class Stats(PhaseCounters):
             )
         if self.expert_range is not None:
             lines.append(str(self.expert_range))
-        if self.kept:
-            rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
-            lines.append(f"{self.kept} experts are kept, {rates}")
+        if self.early:
+            rates = f"hit rate {percent(self.early_hit_rate)}, others {percent(self.other_hit_rate)}"
+            lines.append(f"{self.early} early experts are soft-pinned: {rates}")
         if self.device is not None:
             lines.append(str(self.device))
         if self.lossy:

@@ -34,7 +34,7 @@ from torch_mesh.models.families import (
     common_activation,
     common_geometry,
     find_experts,
-    layers_left_alone,
+    unpooled_layers,
 )
 from torch_mesh.store import gguf_model
 from torch_mesh.store.codes import KeptCodes, kept_codes
@@ -285,14 +285,14 @@ def find_checkpoint_experts(
     return dataclasses.replace(_experts_of(folder, find_experts(model), stacks), key_mapping=key_mapping)
 
 
-def find_left_alone(
+def find_unpooled(
     folder: str | os.PathLike[str], model: transformers.PreTrainedModel, key_mapping: Mapping[str, str] | None = None
 ) -> list[tuple[ExpertsLayer, CheckpointExperts]]:
     """Each layer of experts that no pool takes, and its experts in the folder, which may be a converted checkpoint.
 
     Raises as ``find_checkpoint_experts`` does.
     """
-    layers = layers_left_alone(model)
+    layers = unpooled_layers(model)
     if not layers:
         return []
     folder = Path(folder)

@@ -30,14 +30,14 @@ from torch_mesh.formats import (
     is_passthrough,
     short_name,
 )
-from torch_mesh.models.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors, describe_unpooled, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     checkpoint_files,
     checkpoint_fingerprint,
     find_checkpoint_experts,
-    find_left_alone,
     find_quantization,
+    find_unpooled,
     meta_model,
     read_config,
     shape_of,
@@ -126,7 +126,7 @@ def convert(
             fingerprint = fingerprint_now(folder) if shards is None else shards.fingerprint(key_mapping)
             model = meta_model(read_config(folder))
             experts = find_checkpoint_experts(folder, model, key_mapping)
-            _warn_of_left_alone(experts, model, key_mapping)
+            _warn_of_unpooled(experts, model, key_mapping)
             chosen, groups = weights_of_checkpoint(experts, weights, group_size, 4, exact)
             named = weights != "auto" or not experts.weights  # otherwise weights_of_checkpoint warns
             if named and FORMATS[chosen].holds_bf16 and not experts.fits_bf16:
@@ -203,14 +203,14 @@ def _check_options(
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
 
 
-def _warn_of_left_alone(
+def _warn_of_unpooled(
     experts: CheckpointExperts, model: PreTrainedModel, key_mapping: Mapping[str, str] | None
 ) -> None:
     """Warn of experts of other shapes. Raises if they could not be read later."""
-    if others := [layer for layer, _ in find_left_alone(experts.folder, model, key_mapping)]:
+    if others := [layer for layer, _ in find_unpooled(experts.folder, model, key_mapping)]:
         records = f"The records are those of {experts.modules[0]} and its like"
-        left_alone = f"Experts of other shapes stay as they are: {describe_left_alone(others)}"
-        warnings.warn(f"{records}. {left_alone}.", stacklevel=4)
+        unpooled = f"Experts of other shapes stay as they are: {describe_unpooled(others)}"
+        warnings.warn(f"{records}. {unpooled}.", stacklevel=4)
 
 
 def _files_beside(

@@ -508,9 +508,9 @@ def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
 
 
 def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedModel) -> frozenset[str]:
-    from torch_mesh.models.families import find_experts, layers_left_alone
+    from torch_mesh.models.families import find_experts, unpooled_layers
 
-    layers = (*find_experts(model), *layers_left_alone(model))
+    layers = (*find_experts(model), *unpooled_layers(model))
     return frozenset(state) - {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.models.families import ExpertsLayer, find_experts, layers_left_alone
+from torch_mesh.models.families import ExpertsLayer, find_experts, unpooled_layers
 from torch_mesh.store.codes import RAW_DTYPES
 from torch_mesh.store.header import Tensor, read_headers, store_error
 from torch_mesh.store.sources import Source, source_of
@@ -76,7 +76,7 @@ class ParameterStacks:
         self._folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}  # without rows of identity experts, which a file may lack
         self._rows: dict[str, int] = {}  # numbers of rows, with those of identity experts
-        for layer in (*find_experts(model), *layers_left_alone(model)):
+        for layer in (*find_experts(model), *unpooled_layers(model)):
             for name, parameter in layer.parameters.items():
                 self._rows[f"{layer.path}.{name}"], *sizes = parameter.shape
                 self._shapes[f"{layer.path}.{name}"] = (layer.num_experts, *sizes)

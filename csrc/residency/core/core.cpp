@@ -101,7 +101,7 @@ void Core::end(ClaimState& claim) {
 // most, so that wrong ones cannot hold up the forwards.
 bool Core::admits(ReadAhead what) const {
   if (closed_ || !options_.reads || claims_.queued()) return false;
-  const int64_t half = slots_.slots_for_others() / 2;
+  const int64_t half = slots_.slots_without_early() / 2;
   switch (what) {
     case ReadAhead::kDeferred:
     case ReadAhead::kNextLayer:
@@ -125,7 +125,7 @@ void Core::read_left_out(const ClaimState& claim) {
   for (int32_t index : deferral.experts) {
     const ExpertId id = id_of(claim.layer, index);
     if (deferral.fallback) {
-      statistics().of(claim.layer, phase).kept_accesses += slots_.early(id);
+      statistics().of(claim.layer, phase).early_accesses += slots_.early(id);
     } else {
       statistics().count_access(id, phase, &ExpertStats::deferred, slots_.early(id));
       slots_.soft_pin(id, SoftPin::kDeferred, true);

@@ -130,7 +130,7 @@ class SlotTable {
   void soft_pin(ExpertId id, SoftPin reason, bool on);
   // Whether SoftPin::kEarly is set; at most half of the slots have it.
   bool early(ExpertId id) const { return (soft_pins_[id] & kEarly) != 0; }
-  int32_t slots_for_others() const { return limit_ - early_experts_; }
+  int32_t slots_without_early() const { return limit_ - early_experts_; }
   void forget_deferred(int32_t layer);  // clears SoftPin::kDeferred of its experts
 
   // Throws std::logic_error naming the first broken invariant.

@@ -24,8 +24,8 @@ void Statistics::count_access(ExpertId id, Phase phase, CommonCount how, bool ea
   count(id, phase, &ExpertStats::accesses);
   count(id, phase, how);
   LayerStats& layer = of_layer_of(id, phase);
-  layer.kept_accesses += early;
-  layer.kept_hits += early && how == &ExpertStats::hits;
+  layer.early_accesses += early;
+  layer.early_hits += early && how == &ExpertStats::hits;
 }
 
 void Statistics::keep_prefetch_error(const Error& error) {

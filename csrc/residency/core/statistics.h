@@ -19,10 +19,10 @@ namespace torch_mesh {
 // counted in the phase that queued it, an eviction in the phase that needed the slot, both at the
 // expert's own layer. All code that sums, shows or copies counts goes through these lists.
 #define TORCH_MESH_LAYER_COUNTS(X)                                                                \
-  X(forwards)      /* that ended, in an error too */                                              \
-  X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */            \
-  X(kept_accesses) /* of the accesses: to early experts, see soft_pins.h */                       \
-  X(kept_hits)                                                                                    \
+  X(forwards)       /* that ended, in an error too */                                             \
+  X(rerouted)       /* choices of tokens that went to a resident expert; no accesses */           \
+  X(early_accesses) /* of the accesses: to early experts, see soft_pins.h */                      \
+  X(early_hits)                                                                                   \
   X(bytes_read)            /* from the disk or the page cache */                                  \
   X(prefetches_used)       /* of the prefetches: a forward came for the expert */                 \
   X(prefetches_unused)     /* of the prefetches: evicted, or failed, before any forward came */   \
@@ -73,7 +73,7 @@ struct PoolStats {
   int64_t grows = 0;    // or more
   int64_t resets = 0;   // times that all counts but this one were set to zero
   int32_t slots = 0;    // at this moment
-  int32_t kept = 0;     // soft-pinned early experts, at this moment
+  int32_t early = 0;    // soft-pinned early experts, at this moment
 
   PoolStats(int32_t layers, int32_t experts);
 };

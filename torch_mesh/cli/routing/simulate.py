@@ -255,7 +255,7 @@ def _print_nodes(rows: list[NodesRow]) -> None:
         cells = [row.trace, f"{row.resident:g}", row.policy, str(row.nodes), row.placement, row.dispatch]
         cells += [f"{row.hit_rate:.1%}", f"{row.busiest:.2f}"]
         cells += [f"{row.read_bytes_per_token / 1e6:.1f}", f"{row.sent_bytes_per_token / 1e3:.1f}"]
-        cells += [f"{row.stall_share:.1%}", f"{row.network_share:.1%}", f"{row.tokens_per_second:.2f}"]
+        cells += [f"{row.stall_fraction:.1%}", f"{row.network_fraction:.1%}", f"{row.tokens_per_second:.2f}"]
         table.add_row(*cells)
     Console(width=140).print(table, markup=False)
 
@@ -319,14 +319,14 @@ def _print_table(rows: list[Row]) -> None:
 
     ahead = any(row.prefetch != "off" for row in rows)
     deferred = any(row.deferred_rate > 0 for row in rows)
-    kept = any(row.kept_hit_rate is not None for row in rows)
+    early = any(row.early_hit_rate is not None for row in rows)
     timed = any(row.tokens_per_second is not None for row in rows)
     table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
     for name in ["waits", "stalled", "recall", "prefetched", "unused"] if ahead else []:
         table.add_column(name)
     for name in ["deferred"] if deferred else []:
         table.add_column(name)
-    for name in ["kept", "others"] if kept else []:
+    for name in ["early", "others"] if early else []:
         table.add_column(name)
     for name in ["MB/token", "tokens/s"] if timed else []:
         table.add_column(name)
@@ -334,13 +334,13 @@ def _print_table(rows: list[Row]) -> None:
         cells = [row.trace, f"{row.resident:g}", row.policy, f"{row.hit_rate:.1%}"]
         cells += [f"{row.reads_per_token:.1f}", f"{row.decision_ns:.0f}"]
         if ahead:
-            cells += [f"{row.wait_rate:.1%}", f"{row.stall_share:.1%}"]
+            cells += [f"{row.wait_rate:.1%}", f"{row.stall_fraction:.1%}"]
             cells += ["-" if row.recall is None else f"{row.recall:.1%}"]
             cells += [str(row.prefetched), str(row.prefetch_unused)]
         if deferred:
             cells += [f"{row.deferred_rate:.1%}"]
-        if kept:
-            cells += [percent(row.kept_hit_rate), percent(row.unkept_hit_rate)]
+        if early:
+            cells += [percent(row.early_hit_rate), percent(row.other_hit_rate)]
         if row.bytes_per_token is not None and row.tokens_per_second is not None:
             cells += [f"{row.bytes_per_token / 1e6:.1f}", f"{row.tokens_per_second:.2f}"]
         table.add_row(*cells)

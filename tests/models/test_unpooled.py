@@ -18,7 +18,7 @@ from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGener
 
 import torch_mesh
 from torch_mesh import MeshConfig, PackedWeight
-from torch_mesh.models.families import find_experts, layers_left_alone
+from torch_mesh.models.families import find_experts, unpooled_layers
 from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
@@ -143,7 +143,7 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
 
 def _check_kinds(model: Any, bits: dict[str, torch.Tensor]) -> None:
     """Check that text experts are in a pool, and that the others have the values ``bits`` in transformers' class."""
-    pooled, others = find_experts(model), layers_left_alone(model)
+    pooled, others = find_experts(model), unpooled_layers(model)
     assert [type(layer.module).__name__[:4] for layer in pooled] == ["Mesh"] * 2
     assert all(".layers." in layer.path and "vision" not in layer.path for layer in pooled)
     assert len(others) == 2 and all("vision" in layer.path for layer in others)
@@ -152,7 +152,7 @@ def _check_kinds(model: Any, bits: dict[str, torch.Tensor]) -> None:
         for name, parameter in layer.parameters.items():
             assert torch.equal(parameter, bits[f"{layer.path}.{name}"])
     size = f"(2 layers, {sum(layer.nbytes for layer in others):,} bytes)"
-    assert f"left alone: {others[0].kind} {size}" in repr(model)
+    assert f"outside the pool: {others[0].kind} {size}" in repr(model)
 
 
 def test_quantized_experts_of_another_shape_are_dequantized(tmp_path: Path, cache: Path) -> None:
@@ -171,11 +171,7 @@ def test_quantized_experts_of_another_shape_are_dequantized(tmp_path: Path, cach
     convert(tmp_path / "raw", tmp_path / "store", "auto")
     stored: Any = type(model).from_pretrained(tmp_path / "store", quantization_config=config)
     kept = [
-        {
-            f"{layer.path}.{name}": tensor
-            for layer in layers_left_alone(each)
-            for name, tensor in layer.parameters.items()
-        }
+        {f"{layer.path}.{name}": tensor for layer in unpooled_layers(each) for name, tensor in layer.parameters.items()}
         for each in (opened, stored)
     ]
     assert kept[0] and all(torch.equal(tensor, kept[1][name]) for name, tensor in kept[0].items())
@@ -197,14 +193,14 @@ def checkpoint(model: PreTrainedModel, tmp_path: Path) -> Path:
 
 def test_patching_takes_the_experts_with_most_bytes_and_unpatching_restores_them(model: PreTrainedModel) -> None:
     bits, expected = _values(model), _run(model)
-    kept = [parameter for layer in layers_left_alone(model) for parameter in layer.parameters.values()]
+    kept = [parameter for layer in unpooled_layers(model) for parameter in layer.parameters.values()]
     for resident in (0.5, 1.0):
         with pytest.warns(UserWarning, match=r"several shapes.*stay in memory.*vision.*layers, [0-9,]+ bytes"):
             torch_mesh.patch(model, resident=resident, io="threads")
         _check_kinds(model, bits)
         assert all(
             a is b
-            for a, b in zip(kept, (p for x in layers_left_alone(model) for p in x.parameters.values()), strict=True)
+            for a, b in zip(kept, (p for x in unpooled_layers(model) for p in x.parameters.values()), strict=True)
         )
         _close(model, expected, 0.03)
         assert torch_mesh.stats(model).accesses > 0
@@ -286,19 +282,19 @@ def test_plan_counts_the_other_experts_to_the_rest_of_the_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         convert(checkpoint, tmp_path / "converted", "int4")
-    others = layers_left_alone(model)
+    others = unpooled_layers(model)
     for folder in (checkpoint, tmp_path / "converted"):
         sizes = plan(folder, config).sizes
         assert (sizes.shape.layers, sizes.shape.experts, sizes.shape.top_k) == (2, 8, 3)
-        assert sizes.left_alone_bytes == sum(layer.nbytes for layer in others)
-        assert f"{others[0].kind} (2 layers, {sizes.left_alone_bytes:,} bytes)" in sizes.left_alone
+        assert sizes.unpooled_bytes == sum(layer.nbytes for layer in others)
+        assert f"{others[0].kind} (2 layers, {sizes.unpooled_bytes:,} bytes)" in sizes.unpooled
         opened: Any = type(model).from_pretrained(folder, quantization_config=config)
         plain = [parameter for parameter in opened.parameters() if not isinstance(parameter, PackedWeight)]
         loaded = sum(parameter.nbytes for parameter in plain)
         assert sizes.dense_bytes == sizes.dense_bytes_loading == loaded
         embedding = opened.get_input_embeddings().weight
         tied = opened.get_output_embeddings().weight is embedding
-        assert sizes.dense_bytes_per_token == loaded - sizes.left_alone_bytes - (0 if tied else embedding.nbytes)
+        assert sizes.dense_bytes_per_token == loaded - sizes.unpooled_bytes - (0 if tied else embedding.nbytes)
 
 
 def test_a_missing_expert_of_the_others_is_named(model: PreTrainedModel, checkpoint: Path, tmp_path: Path) -> None:
@@ -335,7 +331,7 @@ def test_too_many_experts_are_named(tmp_path: Path) -> None:
 
 def test_kinds_of_one_shape_share_a_pool_and_refuse_deferred_experts() -> None:
     model = _ernie(text=64, vision=64)
-    assert len(find_experts(model)) == 4 and not layers_left_alone(model)
+    assert len(find_experts(model)) == 4 and not unpooled_layers(model)
     with pytest.raises(
         torch_mesh.UnsupportedModelError, match="lossy.deferred_experts=2 is unsupported for.*text_moe.*vision_moe"
     ):
@@ -343,7 +339,7 @@ def test_kinds_of_one_shape_share_a_pool_and_refuse_deferred_experts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_mesh.patch(model, resident=0.5, io="threads")
-    assert "left alone" not in repr(model)
+    assert "outside the pool" not in repr(model)
 
 
 @pytest.mark.parametrize("family", [pytest.param("Dots3Note", marks=_newer), "Ernie4_5_VLMoe", "Qwen3OmniMoe"])
@@ -354,7 +350,7 @@ def test_at_published_sizes_the_text_experts_go_into_the_pool(family: str) -> No
     config = getattr(transformers, f"{family}Config")(**fields)
     with torch.device("meta"):
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    pooled, others = find_experts(model), layers_left_alone(model)
+    pooled, others = find_experts(model), unpooled_layers(model)
     assert len({layer.geometry for layer in pooled}) == len({layer.kind for layer in pooled}) == 1
     assert "text_moe" in pooled[0].path or "language_model" in pooled[0].path or "thinker" in pooled[0].path
     assert others and not {layer.kind for layer in others} & {layer.kind for layer in pooled}
