@@ -1,4 +1,4 @@
-"""``promote``, ``prefetch``, ``lookahead``, ``evict``, ``observe``, ``residency`` and ``route``.
+"""``promote``, ``prefetch``, ``lookahead``, ``evict``, ``residency`` and ``route``.
 
 Their schemas mutate the handle, which keeps these ops in order in a compiled graph. A functional op such as ``experts``
 may be reordered among them: its value is the same at any residency.
@@ -29,11 +29,6 @@ def _(
 ) -> None:
     torch._check(x.dim() == 2, lambda: f"x must be [tokens, hidden]; got {tuple(x.shape)}")
     torch._check(router_weight.dim() == 2, lambda: "router_weight must be [experts, hidden]")
-
-
-@torch.library.register_fake("torch_mesh::observe")
-def _(handle: Tensor, router_logits: Tensor) -> None:
-    torch._check(router_logits.dim() == 2, lambda: "router_logits must be [tokens, experts]")
 
 
 @torch.library.register_fake("torch_mesh::route")

@@ -34,7 +34,7 @@ TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) {
   for (const char* op :
        {"experts", "experts_backward", "experts_adapted", "experts_adapted_backward",
         "experts_deferred", "experts_fallback", "grouped_linear", "grouped_linear_backward",
-        "linear", "linear_backward", "promote", "prefetch", "evict", "observe", "route"}) {
+        "linear", "linear_backward", "promote", "prefetch", "evict", "route"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torch_mesh::hand_over>());
   }
 }

@@ -100,7 +100,6 @@ TORCH_LIBRARY(torch_mesh, m) {
       "Tensor? after=None, Tensor? bias=None, str scoring='logits') -> ()",
       unsafe);
   m.def("evict(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
-  m.def("observe(Tensor(a!) handle, Tensor router_logits) -> ()", unsafe);
   m.def("residency(Tensor(a!) handle) -> Tensor", unsafe);
 
   // gate [intermediate, hidden] (or none), up likewise, down [hidden, intermediate], any strides ->

@@ -1,4 +1,4 @@
-// promote, prefetch, evict, observe and residency.
+// promote, prefetch, evict and residency.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/softmax.h>
@@ -31,21 +31,6 @@ void evict(at::Tensor& handle, const at::Tensor& ids) {
   pool.evict(layer.layer, distinct_ids(ids, pool.experts()));
 }
 
-void observe(at::Tensor& handle, const at::Tensor& router_logits) {
-  const LayerHandle layer = resolve(handle);
-  Pool& pool = layer.engine().pool();
-  TORCH_CHECK_VALUE(router_logits.dim() == 2 && router_logits.size(1) == pool.experts(),
-                    "router_logits must be [tokens, experts=", pool.experts(), "]; got ",
-                    router_logits.sizes());
-  // A token with NaN logits counts as zeros: a NaN would stay in the policy's heat for ever.
-  const at::Tensor scores =
-      at::softmax(router_logits.to(at::kFloat), -1).nan_to_num(0.0).contiguous();
-  const float* data = scores.const_data_ptr<float>();
-  for (int64_t token = 0; token < scores.size(0); ++token) {
-    pool.observe(layer.layer, {data + token * pool.experts(), static_cast<size_t>(pool.experts())});
-  }
-}
-
 at::Tensor residency(at::Tensor& handle) {
   const LayerHandle layer = resolve(handle);
   Pool& pool = layer.engine().pool();
@@ -65,6 +50,5 @@ TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("promote", torch_mesh::op<torch_mesh::promote>);
   m.impl("prefetch", torch_mesh::op<torch_mesh::prefetch>);
   m.impl("evict", torch_mesh::op<torch_mesh::evict>);
-  m.impl("observe", torch_mesh::op<torch_mesh::observe>);
   m.impl("residency", torch_mesh::op<torch_mesh::residency>);
 }

@@ -319,17 +319,6 @@ int32_t Pool::resize(int32_t slots) {
   return core_.slots().limit();
 }
 
-void Pool::observe(int32_t layer, std::span<const float> scores) {
-  check_process();
-  check_experts(layer, {});
-  if (static_cast<int64_t>(scores.size()) != experts()) {
-    throw_invalid("observe() takes one score per expert, ", experts(), "; got ", scores.size());
-  }
-  const Lock lock(mutex_);
-  check_open();
-  core_.observe(layer, scores);
-}
-
 void Pool::warm_up() {
   const Event event(*this);
   check_open();

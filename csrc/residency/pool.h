@@ -63,8 +63,8 @@ class Claim;
 
 // In a forked child every call throws Error(kForked), except those that return what the pool was
 // opened with; it must not be destroyed there (see Owned). After close(), fill(), promote(),
-// prefetch(), evict(), observe(), warm_up(), resize() and new claims throw Error(kClosed); claims
-// that exist at close() run to their end.
+// prefetch(), evict(), warm_up(), resize() and new claims throw Error(kClosed); claims that exist
+// at close() run to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
@@ -94,7 +94,6 @@ class Pool {
   // Evicts the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
-  void observe(int32_t layer, std::span<const float> scores);
   // Begins to read the profile's experts if that has been delayed, see SoftPinOptions::on_gpu.
   void warm_up();
   // Uses by forwards of any phase since the pool was opened, added to those of its profile.

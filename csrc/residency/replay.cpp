@@ -261,9 +261,6 @@ class Replay {
     now_ += options_.rest_seconds;
     busy_ += options_.rest_seconds;
     read_until(now_);
-    if (!trace_.scores.empty()) {
-      for (int64_t token = first; token < last; ++token) core_.observe(layer, scores(token, layer));
-    }
     std::vector<int32_t> experts = experts_of(trace_, forward, layer);
     const Phase phase = phase_of(last - first);
     predictions_.observe(layer, experts);

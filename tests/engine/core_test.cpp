@@ -326,12 +326,8 @@ class Driver {
       case 2:
         core_.expect(layer, some_experts(4), phase);
         break;
-      default: {
-        std::vector<float> scores(shape_.experts);
-        for (float& score : scores) score = static_cast<float>(below(100)) / 100.f;
-        core_.observe(layer, scores);
+      default:
         if (one_in(10)) core_.warm_up();
-      }
     }
     after("a hint");
   }

@@ -210,18 +210,6 @@ TEST(Pool, PromoteInWavesKeepsTheLast) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, ObserveSteersEviction) {
-  const TestStore store(1, 4);
-  PoolOptions options = options_of(2);
-  options.policy = "lfu";
-  Pool pool(options, {}, store.source(), nullptr);
-  pool.promote(0, std::vector<int32_t>{0, 1});
-  pool.observe(0, std::vector<float>{.9f, .1f, 0, 0});
-  pool.promote(0, std::vector<int32_t>{2});
-  EXPECT_EQ(state_of(pool, 0, 0), SlotState::kReady);
-  EXPECT_EQ(error_of([&] { pool.observe(0, std::vector<float>{1}); }).kind(), ErrorKind::kInvalid);
-}
-
 TEST(Pool, APoolInMemoryServesFilledExpertsAndEvictsNothing) {
   Pool pool(options_of(6), {}, 2, 3);
   for (int32_t id = 0; id < 5; ++id) pool.fill(id / 3, id % 3, record_of(id / 3, id % 3));

@@ -110,17 +110,6 @@ TEST(Policy, LfuOrderSurvivesRescalingOfItsWeights) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
 }
 
-TEST(Policy, LfuTakesHeatFromRouterScores) {
-  auto policy = make_policy("lfu", {1, 4, 3});
-  for (ExpertId id : {0, 1, 2}) use(*policy, id);
-  policy->observe(0, std::vector<float>{.1f, 0.f, .6f, .3f});
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 0, 2}));
-  policy->admit(3);  // experts that are not resident have heat too
-  policy->admit(1);
-  policy->remove(1);
-  EXPECT_EQ(policy->victim(), 3);
-}
-
 TEST(Policy, SlruEvictsExpertsUsedOnceFirst) {
   auto policy = make_policy("slru", {1, 8, 4});
   for (ExpertId id : {0, 1, 0, 2, 3}) use(*policy, id);
@@ -253,52 +242,33 @@ TEST(Policy, HeatTreatsAPromptAsItsTokensOneByOne) {
 // The first part of a long prompt is processed in one pass, which must give the same means.
 TEST(Policy, HeatTreatsALongPromptNearlyAsItsTokensOneByOne) {
   constexpr int32_t kExperts = 24, kTokens = 512;
-  for (const bool scored : {false, true}) {
-    const auto prompted = make_policy("heat", {1, kExperts, kExperts}),
-               decoded = make_policy("heat", {1, kExperts, kExperts});
-    // Uses become rarer from expert to expert. The second half of the prompt uses other experts.
-    std::mt19937_64 random(11);
-    std::vector<int64_t> ids;
-    for (int32_t token = 0; token < kTokens; ++token) {
-      const auto rare = [&] { return std::min({random() % 24, random() % 24, random() % 24}); };
-      const auto first = static_cast<int32_t>(token < kTokens / 2 ? rare() : 23 - rare());
-      ids.insert(ids.end(), {first, (first + 7) % kExperts});
-    }
-    std::vector<float> scores(kExperts, .5f / 23);
-    scores[3] = .5f;
-    std::vector<int32_t> all(kExperts);
-    std::iota(all.begin(), all.end(), 0);
-    for (int32_t token = 0; token < kTokens; ++token) {
-      if (scored) {
-        prompted->observe(0, scores);
-        decoded->observe(0, scores);
-      }
-      decoded->tick(0, std::vector<int32_t>{static_cast<int32_t>(ids[2 * token]),
-                                            static_cast<int32_t>(ids[2 * token + 1])});
-    }
-    prompted->tick_prompt(0, all, ids, 2);
-    for (ExpertId id = 0; id < kExperts; ++id) {
-      prompted->admit(id);
-      decoded->admit(id);
-    }
-    const std::vector<ExpertId> order = victims(*prompted), expected = victims(*decoded);
-    for (ExpertId id = 0; id < kExperts; ++id) {
-      const auto place = std::find(order.begin(), order.end(), id) - order.begin();
-      const auto wanted = std::find(expected.begin(), expected.end(), id) - expected.begin();
-      EXPECT_LE(std::abs(place - wanted), 3) << "expert " << id << " scored " << scored;
-    }
-    EXPECT_TRUE(!scored || order.back() == 3);  // scores count for the whole prompt
+  const auto prompted = make_policy("heat", {1, kExperts, kExperts}),
+             decoded = make_policy("heat", {1, kExperts, kExperts});
+  // Uses become rarer from expert to expert. The second half of the prompt uses other experts.
+  std::mt19937_64 random(11);
+  std::vector<int64_t> ids;
+  for (int32_t token = 0; token < kTokens; ++token) {
+    const auto rare = [&] { return std::min({random() % 24, random() % 24, random() % 24}); };
+    const auto first = static_cast<int32_t>(token < kTokens / 2 ? rare() : 23 - rare());
+    ids.insert(ids.end(), {first, (first + 7) % kExperts});
   }
-}
-
-TEST(Policy, HeatUsesScoresForTheNextForward) {
-  auto policy = make_policy("heat", {1, 4, 4});
-  for (ExpertId id : {0, 1, 2}) use(*policy, id);
-  for (int step = 0; step < 10; ++step) {
-    policy->observe(0, std::vector<float>{.5f, .1f, .3f, .1f});
-    policy->tick(0, std::vector<int32_t>{3});
+  std::vector<int32_t> all(kExperts);
+  std::iota(all.begin(), all.end(), 0);
+  for (int32_t token = 0; token < kTokens; ++token) {
+    decoded->tick(0, std::vector<int32_t>{static_cast<int32_t>(ids[2 * token]),
+                                          static_cast<int32_t>(ids[2 * token + 1])});
   }
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
+  prompted->tick_prompt(0, all, ids, 2);
+  for (ExpertId id = 0; id < kExperts; ++id) {
+    prompted->admit(id);
+    decoded->admit(id);
+  }
+  const std::vector<ExpertId> order = victims(*prompted), expected = victims(*decoded);
+  for (ExpertId id = 0; id < kExperts; ++id) {
+    const auto place = std::find(order.begin(), order.end(), id) - order.begin();
+    const auto wanted = std::find(expected.begin(), expected.end(), id) - expected.begin();
+    EXPECT_LE(std::abs(place - wanted), 3) << "expert " << id;
+  }
 }
 
 TEST(Policy, PolicyNamesAreAcceptedByMakePolicy) {
@@ -357,9 +327,6 @@ class Model {
   }
   void tick(int32_t layer) {
     for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat *= 0.97;
-  }
-  void observe(int32_t layer, const std::vector<float>& scores) {
-    for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat += scores[e];
   }
 
   // The permitted victims: one expert, or for lfu all of equal heat within rounding.
@@ -427,17 +394,11 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
     for (int step = 0; step < 1500; ++step) {
       const ExpertId id = below(layers * experts);
       const int32_t layer = id / experts;
-      switch (below(6)) {
+      switch (below(5)) {
         case 0:
           policy->tick(layer, {}), model.tick(layer);
           break;
-        case 1: {
-          std::vector<float> scores(experts);
-          for (float& score : scores) score = static_cast<float>(below(1000)) / 1000.f;
-          policy->observe(layer, scores), model.observe(layer, scores);
-          break;
-        }
-        case 2:
+        case 1:
           if (model[id].pinned) policy->unpin(id), model.unpin(id);
           break;
         default:
@@ -484,7 +445,7 @@ TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
     std::set<ExpertId> resident, pinned;
     for (int step = 0; step < 1500; ++step) {
       const ExpertId id = below(layers * experts);
-      switch (below(7)) {
+      switch (below(6)) {
         case 0: {
           std::vector<int32_t> wanted;
           for (int32_t expert = 0; expert < experts; ++expert) {
@@ -493,16 +454,10 @@ TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
           policy->tick(id / experts, wanted);
           break;
         }
-        case 1: {
-          std::vector<float> scores(experts);
-          for (float& score : scores) score = static_cast<float>(below(1000)) / 1000.f;
-          policy->observe(id / experts, scores);
-          break;
-        }
-        case 2:
+        case 1:
           if (pinned.erase(id) > 0) policy->unpin(id);
           break;
-        case 3:
+        case 2:
           if (resident.contains(id) && !pinned.contains(id)) {
             policy->remove(id), resident.erase(id);
           }

@@ -30,7 +30,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
         weights, ids = logits.softmax(dim=-1).topk(2)
-        ops.observe(self.handle, logits)
         ops.prefetch(self.next_handle, ids)
         return F.layer_norm(x + ops.experts(x, ids, weights, self.handle), (SPEC.hidden,))
 
@@ -57,7 +56,6 @@ def _effects(x: Tensor, handle: Tensor, others: Tensor) -> tuple[Tensor, ...]:
     ops.evict(handle, others)
     evicted = ops.residency(handle) * 1
     ops.evict(handle, others)
-    ops.observe(handle, x * 2)
     return empty, promoted, evicted
 
 
@@ -125,7 +123,6 @@ def test_gradients_are_the_same_bits(open_pool: OpenPool, backend: str) -> None:
     def run(x: Tensor, ids: Tensor, weights: Tensor, handle: Tensor, next_handle: Tensor) -> Tensor:
         out = ops.experts(x, ids, weights, handle)
         ops.prefetch(next_handle, ids)
-        ops.observe(handle, x[:, : SPEC.experts].detach())
         return ops.experts(out, ids, weights, next_handle)
 
     compiled = torch.compile(run, backend=backend, fullgraph=True)

@@ -79,13 +79,12 @@ def test_grouped_linear_and_its_gradient(open_pool: OpenPool) -> None:
         assert torch.equal(value, expected)
 
 
-def test_hints_take_ids_and_scores_on_the_device(open_pool: OpenPool) -> None:
+def test_hints_take_ids_on_the_device(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=6)
     ops.promote(pool.handle(), torch.tensor([1, 3], device="cuda"))
     assert pool.ready() == {1, 3}
     ops.evict(pool.handle(), torch.tensor([3], device="cuda"))
     ops.prefetch(pool.handle(), torch.tensor([5], device="cuda"))
-    ops.observe(pool.handle(), torch.randn(4, SPEC.experts, device="cuda"))
     pool.engine.drain()
     assert pool.ready() == {1, 5}
     router = torch.zeros(SPEC.experts, SPEC.hidden, device="cuda")

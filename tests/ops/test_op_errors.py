@@ -161,7 +161,6 @@ def test_every_op_refuses_a_closed_pool(open_pool: OpenPool) -> None:
         lambda: ops.promote(handle, ids),
         lambda: ops.prefetch(handle, ids),
         lambda: ops.evict(handle, ids),
-        lambda: ops.observe(handle, torch.zeros(2, 8)),
         lambda: ops.residency(handle),
         pool.engine.stats,
         pool.engine.describe,

@@ -1,4 +1,4 @@
-"""promote, prefetch, evict, observe and residency, and their counters."""
+"""promote, prefetch, evict and residency, and their counters."""
 
 from __future__ import annotations
 
@@ -223,38 +223,6 @@ def test_evict_removes_only_named_resident_experts(open_pool: OpenPool) -> None:
     assert pool.count("evicted", 0) == 2 and pool.count("evicted", 1) == 0
     _use(pool, 1)
     assert pool.count("cold_misses", 0) == 4
-
-
-def test_observe_makes_the_policy_keep_high_scores(open_pool: OpenPool) -> None:
-    pool = open_pool(SPEC, slots=3, policy="lfu")
-    ops.promote(pool.handle(), _ids(0, 1, 2))
-    logits = torch.zeros(4, 8)
-    logits[:, 1] = 20.0
-    ops.observe(pool.handle(), logits.bfloat16())
-    for expert in (3, 4, 5, 6, 7):
-        _use(pool, expert)
-    assert 1 in pool.ready()
-
-
-def test_observed_non_finite_logits_are_ignored(open_pool: OpenPool) -> None:
-    """Otherwise a single NaN would stay in every expert's heat."""
-    pool = open_pool(SPEC, slots=3, policy="lfu")
-    ops.promote(pool.handle(), _ids(0, 1, 2))
-    logits = torch.zeros(3, 8)
-    logits[0] = float("nan")
-    logits[1, 4] = float("inf")
-    logits[2, 1] = 20.0
-    ops.observe(pool.handle(), logits)
-    for expert in (3, 4, 5, 6, 7):
-        _use(pool, expert)
-    assert 1 in pool.ready()
-
-
-def test_observe_without_tokens(open_pool: OpenPool) -> None:
-    pool = open_pool(SPEC, slots=3)
-    ops.observe(pool.handle(), torch.empty(0, 8))
-    with pytest.raises(ValueError, match=r"router_logits must be \[tokens, experts=8\]; got \[2, 7\]"):
-        ops.observe(pool.handle(), torch.zeros(2, 7))
 
 
 def test_wrong_ids_change_nothing(open_pool: OpenPool) -> None:

@@ -91,7 +91,6 @@ def simulate_nodes(
     prompts: slice | None = None,
     lookahead: bool = False,
     prefetch: int | None = None,
-    use_scores: bool = True,
     prefill: str = "auto",
     as_decode: bool = False,
 ) -> NodesRow:
@@ -124,7 +123,6 @@ def simulate_nodes(
         experts=own,
         policy=policy,
         slots=slots,
-        scores=_divided(trace.scores, owners, nodes) if use_scores and trace.scores is not None else None,
         lookahead=_divided(_best(trace.lookahead, requested), owners, nodes)
         if lookahead and trace.lookahead is not None
         else None,

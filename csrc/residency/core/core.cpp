@@ -189,10 +189,6 @@ void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) 
   expected_.waiting(slots_.effects().predicted);
 }
 
-void Core::observe(int32_t layer, std::span<const float> scores) {
-  if (!slots_.covers_all()) slots_.policy().observe(layer, scores);
-}
-
 void Core::warm_up() {
   if (!std::exchange(warming_, true)) read_ahead();
 }

@@ -83,7 +83,6 @@ class Core {
   // Hints, see Pool.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase);
-  void observe(int32_t layer, std::span<const float> scores);
   void begin_sequence(int32_t layer) { slots_.policy().begin_sequence(layer); }
   void warm_up();
 

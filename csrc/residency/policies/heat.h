@@ -31,12 +31,10 @@ class Heat final : public ColdestByLayer<Heat> {
       : ColdestByLayer(options),
         ticks_(static_cast<size_t>(layers_), 0),
         fraction_(ticks_.size(), 0.f),
-        observed_(ticks_.size(), 0),
         last_(ticks_.size()),
         means_(ticks_.size() * kMeans * experts_, 0.f),
-        scores_(static_cast<size_t>(options.all()), 0.f),
-        predicted_(scores_.size(), 0.f),
-        probability_(scores_.size(), 0.f),
+        predicted_(static_cast<size_t>(options.all()), 0.f),
+        probability_(predicted_.size(), 0.f),
         follows_(make_table(options), std::free),
         use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
@@ -48,20 +46,18 @@ class Heat final : public ColdestByLayer<Heat> {
            expected_wait(victim, victim / experts_);
   }
 
-  void observe(int32_t layer, std::span<const float> scores) override {
-    float* sum = &scores_[static_cast<size_t>(layer) * experts_];
-    for (int32_t expert = 0; expert < experts_; ++expert) sum[expert] += scores[expert];
-    ++observed_[layer];
-  }
-
   void tick(int32_t layer, std::span<const int32_t> experts) override {
-    advance(layer, experts);
-    forget_scores(layer);
+    now_ = layer;
+    std::fill(use_.begin(), use_.end(), 0.f);
+    for (int32_t expert : experts) use_[expert] = 1.f;
+    learn(layer);
+    remember(layer, experts);
+    predict(layer);
+    order_changed(layer);
   }
 
   // Learns as if the prompt had been decoded. Nearly all experts are used by some token, which says
-  // nothing. How often and how lately each was used predicts the next token. Scores that were
-  // observed count for each token alike.
+  // nothing. How often and how lately each was used predicts the next token.
   void tick_prompt(int32_t layer, std::span<const int32_t> experts, std::span<const int64_t> ids,
                    int32_t top_k) override {
     const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
@@ -74,9 +70,8 @@ class Heat final : public ColdestByLayer<Heat> {
       for (const int64_t id : ticked.subspan(at, static_cast<size_t>(top_k))) {
         if (is_expert(id)) token_.push_back(static_cast<int32_t>(id));
       }
-      advance(layer, token_);
+      tick(layer, token_);
     }
-    forget_scores(layer);
   }
 
   void start_from(const ModelUse& use) override {
@@ -117,8 +112,6 @@ class Heat final : public ColdestByLayer<Heat> {
   static constexpr float kPriorWeight = .117f;
   static constexpr float kMinProbability = 1e-4f;
   static constexpr float kNegligible = 1e-9f;  // of a mean
-  // The part of a use's weight that is taken from the router's scores, where there are any.
-  static constexpr float kScoreFraction = .5f;
   static constexpr float kLearningRate = .001f;
   // The part of the table's prediction that counts in the choice of a victim. The table predicts
   // the next forward alone, while a resident expert stays for longer: the whole prediction gains
@@ -156,32 +149,20 @@ class Heat final : public ColdestByLayer<Heat> {
 
   bool is_expert(int64_t id) const { return id >= 0 && id < experts_; }
 
-  void advance(int32_t layer, std::span<const int32_t> experts) {
-    now_ = layer;
-    read_use(layer, experts);
-    learn(layer);
-    remember(layer, experts);
-    predict(layer);
-    order_changed(layer);
-  }
-
-  // Updates the means as advance() with each of these tokens would, in one pass. It neither learns
+  // Updates the means as tick() with each of these tokens would, in one pass. It neither learns
   // nor predicts.
   void fold(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
     if (ids.empty()) return;
     const auto tokens = static_cast<float>(ids.size() / top_k);
     const auto used = static_cast<float>(
         std::count_if(ids.begin(), ids.end(), [this](int64_t id) { return is_expert(id); }));
-    const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreFraction;  // a use's weight
-    std::fill(use_.begin(), use_.end(), 0.f);
-    blend_scores(layer, used / tokens);  // for every token alike: the rest of a use's weight
     for (size_t window = kLife + 1; window < kMeans; ++window) {
       const float decay = kDecays[window], left = std::pow(decay, tokens);
       float* mean = mean_of(layer, window);
       for (int32_t expert = 0; expert < experts_; ++expert) {
-        mean[expert] = left * mean[expert] + (1.f - left) * use_[expert];
+        mean[expert] *= left;
       }
-      float weight = own * (1.f - decay);
+      float weight = 1.f - decay;
       for (size_t at = ids.size(); at > 0 && weight > kNegligible; weight *= decay) {
         for (int32_t choice = 0; choice < top_k; ++choice) {
           if (is_expert(ids[--at])) mean[ids[at]] += weight;
@@ -193,37 +174,12 @@ class Heat final : public ColdestByLayer<Heat> {
     fraction_[layer] += step * (used / static_cast<float>(experts_) - tokens * fraction_[layer]);
     float* life = mean_of(layer, kLife);
     for (int32_t expert = 0; expert < experts_; ++expert) {
-      life[expert] += step * tokens * (use_[expert] - life[expert]);
+      life[expert] -= step * tokens * life[expert];
     }
     for (const int64_t id : ids) {
-      if (is_expert(id)) life[id] += step * own;
+      if (is_expert(id)) life[id] += step;
     }
     last_[layer].clear();  // later tokens do not follow those before the prompt
-  }
-
-  // Sets use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
-  void read_use(int32_t layer, std::span<const int32_t> experts) {
-    std::fill(use_.begin(), use_.end(), 0.f);
-    for (int32_t expert : experts) use_[expert] = 1.f;
-    blend_scores(layer, static_cast<float>(experts.size()));
-  }
-
-  void blend_scores(int32_t layer, float used) {
-    if (observed_[layer] == 0) return;
-    // The scores are scaled to the sum of the uses. An expert is used once at most, however many
-    // tokens want it.
-    const float* scores = &scores_[static_cast<size_t>(layer) * experts_];
-    const float scale = used / static_cast<float>(observed_[layer]);
-    for (int32_t expert = 0; expert < experts_; ++expert) {
-      const float score = std::min(1.f, scores[expert] * scale);
-      use_[expert] += kScoreFraction * (score - use_[expert]);
-    }
-  }
-
-  void forget_scores(int32_t layer) {
-    if (std::exchange(observed_[layer], 0) == 0) return;
-    const auto first = scores_.begin() + static_cast<ptrdiff_t>(layer) * experts_;
-    std::fill(first, first + experts_, 0.f);
   }
 
   // Zeros, whose pages take no memory before they are written. Null: too many.
@@ -294,12 +250,10 @@ class Heat final : public ColdestByLayer<Heat> {
   int32_t now_ = 0;  // the layer that runs
   // By layer.
   std::vector<int64_t> ticks_;
-  std::vector<float> fraction_;    // of the layer's experts that a forward uses, on average
-  std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
+  std::vector<float> fraction_;  // of the layer's experts that a forward uses, on average
   std::vector<std::vector<int32_t>> last_;  // what the last forward used, if it teaches the table
   std::vector<float> means_;                // [layers][kMeans][experts]
   // By expert id.
-  std::vector<float> scores_;
   std::vector<float> predicted_;    // of the next forward: what the table is learned from
   std::vector<float> probability_;  // what victims are chosen by
   std::unique_ptr<float[], decltype(&std::free)> follows_;  // [layers][experts][experts]

@@ -30,14 +30,6 @@ class Lfu final : public ColdestByLayer<Lfu> {
     grew_hotter(id);
   }
 
-  void observe(int32_t layer, std::span<const float> scores) override {
-    const ExpertId first = layer * experts_;
-    for (int32_t expert = 0; expert < experts_; ++expert) {
-      heat_[first + expert] += weight_[layer] * kScoreHeat * static_cast<double>(scores[expert]);
-    }
-    order_changed(layer);
-  }
-
   void tick(int32_t layer, std::span<const int32_t>) override {
     weight_[layer] /= kDecay;
     if (weight_[layer] < kMaxWeight) return;
@@ -61,8 +53,6 @@ class Lfu final : public ColdestByLayer<Lfu> {
   friend ColdestByLayer;
 
   static constexpr double kDecay = 0.97;
-  // The uses that a router probability of 1 adds.
-  static constexpr double kScoreHeat = 1.0;
   static constexpr double kMaxWeight = 0x1p400;
 
   // Of two equally cold experts, the one used longer ago is colder. Within a layer heat is compared

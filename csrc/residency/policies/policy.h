@@ -64,12 +64,8 @@ class Policy {
   // call.
   virtual void resize(int32_t slots) { (void)slots; }
 
-  // The router scores of one token over all experts of a layer (probabilities). Most policies
-  // ignore them.
-  virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
   // One forward of a layer begins and needs these experts, resident or not, each once. This is the
-  // clock of policies that decay, and what policies that predict learn from. The scores of its
-  // tokens are observed before.
+  // clock of policies that decay, and what policies that predict learn from.
   virtual void tick(int32_t layer, std::span<const int32_t> experts) { (void)layer, (void)experts; }
   // Called in place of tick() for a forward of a prompt: `ids` are the choices of its tokens, in
   // their order, top_k each; those outside [0, experts) are none.

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefetch)",
     )
     parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits count; all are replayed (default: all)")
-    parser.add_argument("--no-scores", action="store_true", help="ignore the trace's router scores")
     parser.add_argument(
         "--prefetch",
         default="off",
@@ -151,7 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
             prefetch=arguments.fetch,
             recall=_RECALL if arguments.recall is None else arguments.recall,
             seed=arguments.seed,
-            use_scores=not arguments.no_scores,
             hardware=hardware,
             profile=profile,
             early_experts=early_experts.check("--early-experts", arguments.early_experts),
@@ -220,7 +218,6 @@ def _simulate_nodes(
             prompts=parse_prompts(arguments.prompts),
             lookahead=arguments.prefetch == "lookahead",
             prefetch=arguments.fetch,
-            use_scores=not arguments.no_scores,
             prefill=arguments.prefill,
             as_decode=arguments.as_decode,
         )
