@@ -26,7 +26,7 @@ import torch_mesh
 from torch_mesh import _C
 from torch_mesh.planning.machine import pool_of_zeros
 from torch_mesh.statistics.counters import Stats, engine_stats
-from torch_mesh.statistics.snapshot import look
+from torch_mesh.statistics.snapshot import take_snapshot
 from torch_mesh.statistics.watch import render
 from torch_mesh.store.manifest import Shape
 
@@ -62,7 +62,7 @@ def add_display_times(report: Report, rounds: int) -> None:
 
     def line() -> str:
         counted = engine_stats([[engine]], experts=False).to_dict(experts=False)
-        return json.dumps(look([engine], LAYERS, {}).to_dict() | counted)
+        return json.dumps(take_snapshot([engine], LAYERS, {}).to_dict() | counted)
 
     times = harness.interleave({"look": lambda: milliseconds(draw), "line": lambda: milliseconds(line)}, rounds)
     interval = 2e3

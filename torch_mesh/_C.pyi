@@ -265,7 +265,7 @@ class RawCodes(RawPlace, total=False):
     scales: RawScales
     factor: RawPlace
     divisor: RawPlace
-    in_turn: RawPlace
+    group_index: RawPlace
     zeros: RawZeros
 
 def pack_raw(

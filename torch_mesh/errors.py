@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def naming(weights: str) -> Iterator[None]:
+def prefix_errors_with(weights: str) -> Iterator[None]:
     """Prefix the message of a ValueError with the name of the weights that it is about."""
     try:
         yield

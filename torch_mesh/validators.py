@@ -70,7 +70,7 @@ def reader(*allowed: str) -> Values:
     def check(name: str, value: Any) -> str:
         if value == "mmap":
             raise ValueError(
-                f"{name}='mmap' is no more, as it was slower at every size: give {name}='buffered', which reads "
+                f"{name}='mmap' was removed, since it was slower at every size: give {name}='buffered', which reads "
                 "through the page cache into the pool, or 'auto'."
             )
         return str(named.check(name, value))

@@ -77,8 +77,8 @@ std::optional<Error> caught(const Act& act) {
   try {
     act();
     return std::nullopt;
-  } catch (const Error& error) {
-    return error;
+  } catch (Error& error) {
+    return std::move(error);  // a copy could throw std::bad_alloc
   } catch (const std::bad_alloc&) {
     return kNoMemory;
   }

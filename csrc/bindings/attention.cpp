@@ -71,13 +71,13 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                       tokens, ", ", keys, "]; got ", mask->sizes());
     m = with_contiguous_last(mask->expand({batch, 1, tokens, keys}));
   }
-  decode_attention(AttentionCall{.batch = narrowed(batch),
-                                 .tokens = narrowed(tokens),
-                                 .heads = narrowed(heads),
-                                 .key_value_heads = narrowed(key.size(1)),
-                                 .keys = narrowed(keys),
-                                 .key_dim = narrowed(key.size(3)),
-                                 .value_dim = narrowed(value.size(3)),
+  decode_attention(AttentionCall{.batch = clamped_to_int32(batch),
+                                 .tokens = clamped_to_int32(tokens),
+                                 .heads = clamped_to_int32(heads),
+                                 .key_value_heads = clamped_to_int32(key.size(1)),
+                                 .keys = clamped_to_int32(keys),
+                                 .key_dim = clamped_to_int32(key.size(3)),
+                                 .value_dim = clamped_to_int32(value.size(3)),
                                  .query = head_rows(q, "query"),
                                  .key = head_rows(k, "key"),
                                  .value = head_rows(v, "value"),

@@ -109,8 +109,8 @@ class PyHostShare {
     check_dense(table, "table", device, at::kInt, {engine.pool().experts()});
     check_dense(out, "out", device, at::kFloat, {tokens, hidden});
     const DeviceCall call{.layer = layer,
-                          .tokens = narrowed(tokens),
-                          .top_k = narrowed(ids.size(1)),
+                          .tokens = clamped_to_int32(tokens),
+                          .top_k = clamped_to_int32(ids.size(1)),
                           .x = address(x),
                           .x_type = scalar_type(x, "x"),
                           .ids = address(ids),
@@ -201,7 +201,7 @@ class PyMover {
         .source = std::shared_ptr<Engine>(live, live->object.get()),
         .records = address(records),
         .table = address(table),
-        .slots = narrowed(records.size(0)),
+        .slots = clamped_to_int32(records.size(0)),
         .slots_of = slots_of,
         .moving = moving,
         .batch = batch,
@@ -294,7 +294,7 @@ class PyUplift {
     check_dense(first, "the first buffer", driver_->device(), at::kByte,
                 {first.size(0), record_bytes});
     check_dense(second, "the second buffer", driver_->device(), at::kByte, first.sizes());
-    const int32_t batch = narrowed(first.size(0));
+    const int32_t batch = clamped_to_int32(first.size(0));
     py::gil_scoped_release released;
     uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
                                        std::array{address(first), address(second)}, batch,

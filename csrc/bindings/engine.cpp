@@ -97,7 +97,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout = timeout_from(given.take<double>("timeout"));
-  read_by(given.take<std::string>("io"), options.reader);
+  set_reader_io(given.take<std::string>("io"), options.reader);
   if (given.take<bool>("lendable", false)) options.sharing = Sharing::kShared;
   if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
     options.reader.interpose = between->interpose;
@@ -138,11 +138,11 @@ py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
 }
 
 py::dict stats(const PyEngine& self) {
-  return dict_of_layers(self.look([](Engine& engine) { return engine.pool().stats(); }));
+  return dict_of_layers(self.call([](Engine& engine) { return engine.pool().stats(); }));
 }
 
 std::map<std::string_view, int64_t> totals(const PyEngine& self) {
-  const PoolTotals totals = self.look([](Engine& engine) { return engine.pool().totals(); });
+  const PoolTotals totals = self.call([](Engine& engine) { return engine.pool().totals(); });
   std::map<std::string_view, int64_t> result{{"resets", totals.resets}};
   for (const auto& [name, member] : kLayerCounts) result[name] = totals.counts.*member;
   return result;
@@ -154,7 +154,7 @@ py::dict detailed_stats(const PyEngine& self) {
     std::vector<py::ssize_t> shape;
     int32_t max_slots;
   };
-  const auto [stats, shape, max_slots] = self.look([](Engine& engine) {
+  const auto [stats, shape, max_slots] = self.call([](Engine& engine) {
     const Pool& pool = engine.pool();
     return Seen{pool.detailed_stats(), {pool.layers(), pool.experts()}, pool.max_slots()};
   });
@@ -177,7 +177,7 @@ py::dict detailed_stats(const PyEngine& self) {
 }
 
 py::array_t<int64_t> misses(const PyEngine& self) {
-  const auto found = self.look([](Engine& engine) { return engine.pool().misses(); });
+  const auto found = self.call([](Engine& engine) { return engine.pool().misses(); });
   py::array_t<int64_t> result({std::ssize(found), py::ssize_t{7}});
   auto rows = result.mutable_unchecked<2>();
   for (py::ssize_t i = 0; i < std::ssize(found); ++i) {
@@ -193,7 +193,7 @@ py::array_t<int64_t> misses(const PyEngine& self) {
 }
 
 ProfileArrays model_use(const PyEngine& self) {
-  return profile_arrays(self.look([](Engine& engine) { return engine.pool().model_use(); }));
+  return profile_arrays(self.call([](Engine& engine) { return engine.pool().model_use(); }));
 }
 
 std::map<std::string, int64_t> sizes_of(Engine& engine) {
@@ -226,14 +226,14 @@ std::map<std::string, Fact> describe(Engine& engine) {
 void fill(const PyEngine& self, int32_t layer, int32_t expert, const ByteArray& record) {
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(record.data()),
                                          static_cast<size_t>(record.size()));
-  self.look([&](Engine& engine) { engine.pool().fill(layer, expert, bytes); });
+  self.call([&](Engine& engine) { engine.pool().fill(layer, expert, bytes); });
 }
 
 ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
-  ByteArray copy(self.look([](Engine& engine) { return engine.layout().bytes; }));
+  ByteArray copy(self.call([](Engine& engine) { return engine.layout().bytes; }));
   const auto bytes = static_cast<size_t>(copy.size());
   uint8_t* to = copy.mutable_data();
-  self.look([&](Engine& engine) {
+  self.call([&](Engine& engine) {
     const Pool& pool = engine.pool();
     if (layer < 0 || layer >= pool.layers() || expert < 0 || expert >= pool.experts()) {
       throw_invalid("layer ", layer, ", expert ", expert, " is outside [0, ", pool.layers(),
@@ -279,7 +279,7 @@ class PyLender {
 template <typename Result, typename... Arguments>
 auto method(Result (*function)(Engine&, Arguments...)) {
   return [function](const PyEngine& self, Arguments... arguments) {
-    return self.look([&](Engine& engine) { return function(engine, arguments...); });
+    return self.call([&](Engine& engine) { return function(engine, arguments...); });
   };
 }
 
@@ -289,11 +289,7 @@ std::chrono::milliseconds timeout_from(double seconds) {
   return milliseconds_from(seconds, "timeout", /*none_allowed=*/false);
 }
 
-void read_by(const std::string& io, ReaderOptions& reader) {
-  if (io == "mmap") {
-    throw_invalid(
-        "io='mmap' was removed; io='buffered' reads through the page cache into the pool");
-  }
+void set_reader_io(const std::string& io, ReaderOptions& reader) {
   reader.direct = io != "buffered";
   reader.backend = reader.direct ? io : "auto";
 }
@@ -341,7 +337,7 @@ PyEngine::PyEngine(const py::kwargs& options) : PyLive("this engine is closed") 
 bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patience) const {
   if (closed()) return false;
   const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
-  return look([&](Engine& engine) {
+  return call([&](Engine& engine) {
     return engine.pool().wait_for_forwards(layer, forwards, milliseconds);
   });
 }

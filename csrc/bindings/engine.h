@@ -31,9 +31,8 @@ class PyEngine : public PyLive<Engine> {
 // of range.
 std::chrono::milliseconds timeout_from(double seconds);
 
-// Sets how `reader` reads, from the `io` of MeshConfig. Throws Error(kInvalid) for "mmap", which no
-// longer exists.
-void read_by(const std::string& io, ReaderOptions& reader);
+// Sets how `reader` reads, from the `io` of MeshConfig.
+void set_reader_io(const std::string& io, ReaderOptions& reader);
 
 // Converts the `prefill` of MeshConfig. Throws Error(kInvalid) for an unknown name.
 PrefillWindow prefill_from(const std::string& name);

@@ -225,8 +225,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   // Experts that both pools have are evicted from the fallback pool, so that together the pools
   // hold more experts. With a slot for every expert nothing would be gained.
   Pool& fallback_pool = low.engine().pool();
-  if (!choices.doubles.empty() &&
-      fallback_pool.slots() < fallback_pool.layers() * fallback_pool.experts()) {
+  if (!choices.doubles.empty() && !fallback_pool.covers_all()) {
     fallback_pool.evict(low.layer, choices.doubles);
   }
   const auto compute_exact = [&](std::optional<at::ScalarType> out) {

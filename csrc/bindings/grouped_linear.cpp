@@ -15,6 +15,12 @@
 namespace torch_mesh {
 namespace {
 
+int32_t checked_projection(int64_t projection) {
+  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
+                    "; allowed: 0 (gate_up), 1 (down)");
+  return static_cast<int32_t>(projection);
+}
+
 // With `sentinels`, rows after the last offset belong to no expert.
 at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts,
                            bool sentinels) {
@@ -34,7 +40,7 @@ at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t expe
   return on_cpu;
 }
 
-void clear_behind(const at::Tensor& rows, const at::Tensor& bounds) {
+void zero_rows_after(const at::Tensor& rows, const at::Tensor& bounds) {
   const int64_t last = bounds.const_data_ptr<int64_t>()[bounds.size(0) - 1];
   if (last < rows.size(0)) rows.narrow(0, last, rows.size(0) - last).zero_();
 }
@@ -43,9 +49,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                           int64_t projection, int64_t out_features, int64_t top_k, bool sentinels) {
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
-  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
-                    "; allowed: 0 (gate_up), 1 (down)");
-  const auto which = static_cast<int32_t>(projection);
+  const int32_t which = checked_projection(projection);
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.in_features(which),
                     "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
   TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
@@ -56,7 +60,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
   const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts(), sentinels);
   at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
   if (x.size(0) == 0) return out;
-  clear_behind(out, bounds);
+  zero_rows_after(out, bounds);
   const at::Tensor rows = with_contiguous_rows(x);
   engine.grouped_linear(LinearCall{.layer = layer.layer,
                                    .projection = which,
@@ -73,9 +77,7 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   const RecordLayout& layout = engine.layout(layer.layer);
-  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
-                    "; allowed: 0 (gate_up), 1 (down)");
-  const auto which = static_cast<int32_t>(projection);
+  const int32_t which = checked_projection(projection);
   const int64_t in = engine.in_features(which), out = engine.out_features(which);
   TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(1) == out, "grad must be [rows, ", out, "]; got ",
                     grad.sizes());
@@ -91,7 +93,7 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
   }
   const at::Tensor rows = contiguous_as(grad, at::kFloat);
   const at::Tensor x_grad = at::empty({grad.size(0), in}, rows.options());
-  clear_behind(x_grad, bounds);
+  zero_rows_after(x_grad, bounds);
   const PackedMatrix& matrix = which == 0 ? layout.gate_up : layout.down;
   const int32_t halves = which == 0 ? layout.halves() : 1;
   const int64_t offset = which == 0 ? layout.gate_up_offset : layout.down_offset;

@@ -13,7 +13,10 @@ namespace torch_mesh {
 // that nothing has read.
 class Keywords {
  public:
-  Keywords(const char* whose, const pybind11::kwargs& given) : whose_(whose), left_(given) {}
+  // Copies `given`, which keeps alive what take() returns pointers into.
+  Keywords(const char* whose, const pybind11::dict& given)
+      : whose_(whose),
+        left_(pybind11::reinterpret_steal<pybind11::dict>(PyDict_Copy(given.ptr()))) {}
 
   template <typename T>
   T take(const char* name) {

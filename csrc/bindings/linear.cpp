@@ -26,7 +26,8 @@ namespace {
 PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
                        int64_t out_features) {
   return PackedMatrix::make(format_from_name(std::string_view(format.data(), format.size())),
-                            narrowed(group_size), narrowed(out_features), narrowed(in_features));
+                            clamped_to_int32(group_size), clamped_to_int32(out_features),
+                            clamped_to_int32(in_features));
 }
 
 void check_packed(const PackedMatrix& matrix, const at::Tensor& packed) {
@@ -90,8 +91,8 @@ at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const Opt
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == in_features && x.scalar_type() == at::kBFloat16,
                     "x must be bfloat16 [..., in_features=", in_features, "]; got ",
                     x.scalar_type(), " ", x.sizes());
-  const PackedMatrix matrix =
-      PackedMatrix::make(Format::kBf16, 0, narrowed(out_features), narrowed(in_features));
+  const PackedMatrix matrix = PackedMatrix::make(Format::kBf16, 0, clamped_to_int32(out_features),
+                                                 clamped_to_int32(in_features));
   return with_rows(x, bias, in_features, out_features, [&](const LinearRows& rows) {
     unpacked_linear(matrix, weight.const_data_ptr(), weight.stride(0) * 2, rows, torch_runtime(),
                     at::get_num_threads(), process_workspaces());
@@ -117,7 +118,7 @@ at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int
   const at::Tensor rows = contiguous_as(grad.reshape({-1, out_features}), at::kFloat);
   const at::Tensor x_grad = at::empty({rows.size(0), in_features}, rows.options());
   const ExactProducts products(kernel_table(), matrix, 1, bytes_of(packed));
-  const FloatRows from{rows.const_data_ptr<float>(), out_features, narrowed(rows.size(0))};
+  const FloatRows from{rows.const_data_ptr<float>(), out_features, clamped_to_int32(rows.size(0))};
   parallel_for(torch_runtime(), products.input_tasks(), at::get_num_threads(),
                [&](int64_t begin, int64_t end) {
                  for (int64_t task = begin; task < end; ++task) {
@@ -178,9 +179,8 @@ at::Tensor pack_linear_blocks(const at::Tensor& blocks, int64_t in_features,
       "blocks must be a contiguous uint8 CPU matrix [out_features, bytes of a row]; got ",
       blocks.scalar_type(), " of shape ", blocks.sizes(), " on ", blocks.device());
   const PackedMatrix matrix = matrix_of(format, kGroup, in_features, blocks.size(0));
-  const bool held = is_gguf(matrix.format) || matrix.format == Format::kInt8Fp16 ||
-                    matrix.format == Format::kInt4Fp16 || matrix.format == Format::kMxfp4;
-  TORCH_CHECK_VALUE(held, format_name(matrix.format), " holds no blocks of a GGUF file");
+  TORCH_CHECK_VALUE(holds_gguf_codes(matrix.format), format_name(matrix.format),
+                    " holds no blocks of a GGUF file");
   TORCH_CHECK_VALUE(in_features % kGroup == 0, "in_features is ", in_features,
                     ", no multiple of the blocks' ", kGroup, " weights");
   const CodesView view = blocks_view(matrix, bytes_of(blocks));

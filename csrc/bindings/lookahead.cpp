@@ -47,8 +47,8 @@ at::Tensor logits_of(const at::Tensor& x, const at::Tensor& weight) {
   // torch's product of so few rows takes as long as a small layer's experts.
   const at::Tensor rows = with_contiguous_rows(x);
   at::Tensor logits = at::empty({x.size(0), weight.size(0)}, x.options().dtype(at::kFloat));
-  const PackedMatrix matrix =
-      PackedMatrix::make(Format::kBf16, 0, narrowed(weight.size(0)), narrowed(weight.size(1)));
+  const PackedMatrix matrix = PackedMatrix::make(Format::kBf16, 0, clamped_to_int32(weight.size(0)),
+                                                 clamped_to_int32(weight.size(1)));
   unpacked_linear(matrix, weight.const_data_ptr(), weight.stride(0) * 2,
                   {.x = const_rows(rows, "x"),
                    .rows = rows.size(0),
@@ -110,9 +110,8 @@ Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor
 // arXiv 2502.12224). A wrong prediction costs a read.
 void Lookahead::prefetch() const {
   Pool& pool = next_.engine().pool();
-  const bool all_resident = pool.slots() == pool.layers() * pool.experts();
   // Decode steps only: a prompt needs most experts of every layer anyway.
-  if (x_.size(0) == 0 || phase_of(x_.size(0)) != Phase::kDecode || all_resident) return;
+  if (x_.size(0) == 0 || phase_of(x_.size(0)) != Phase::kDecode || pool.covers_all()) return;
   // Ordered by rank: the first choices of all rows come before any second choice.
   const at::Tensor ranked = std::get<1>(at::topk(ranking(x_, router_), top_k_)).t();
   std::vector<int32_t> likely = distinct_ids(ranked, pool.routed_experts());

@@ -32,8 +32,8 @@ MatrixView view(const OptionalTensor& tensor, at::IntArrayRef shape, const char*
 RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidden,
                        int64_t intermediate, bool gated, bool bias) {
   return RecordLayout::make(RecordFormats::from_name({format.data(), format.size()}),
-                            narrowed(group_size), narrowed(hidden), narrowed(intermediate), gated,
-                            bias);
+                            clamped_to_int32(group_size), clamped_to_int32(hidden),
+                            clamped_to_int32(intermediate), gated, bias);
 }
 
 // An expert as given: views of its tensors and the layout of its record.

@@ -41,7 +41,7 @@ class PyLive {
   // with an unreachable model, and close() waits for its last user. Throws Error(kClosed) after
   // close(), and Error(kForked) in a child.
   template <typename See>
-  std::invoke_result_t<See, T&> look(const See& see) const {
+  std::invoke_result_t<See, T&> call(const See& see) const {
     const std::shared_ptr<Live<T>> live = this->live();
     const pybind11::gil_scoped_release released;
     closable(*live->object).check_process();

@@ -85,7 +85,7 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
   };
   codes.factor = optional("factor");
   codes.divisor = optional("divisor");
-  codes.in_turn = optional("in_turn");
+  codes.group_index = optional("group_index");
   codes.zeros = optional("zeros");
   if (codes.zeros.piece >= 0) {
     const auto zeros = table["zeros"].cast<py::dict>();
@@ -236,6 +236,7 @@ void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t co
 void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t columns,
                  const char* name, std::span<const int64_t> piece_bytes) {
   const CodesView& view = codes.view;
+  if (codes.codes.piece < 0) throw_invalid("raw_views lacks the codes of '", name, "'");
   if (is_gguf(format) != (view.order == CodeOrder::kBlocks)) {
     throw_invalid("raw_views['", name, "'] has ",
                   is_gguf(format) ? "no blocks of " : "blocks of GGUF for ", format_name(format));
@@ -276,7 +277,7 @@ void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t col
   optional(codes.factor, 1, 4);
   optional(codes.divisor, 1, 4);
   optional(codes.zeros, 1, view.zeros_bytes);
-  optional(codes.in_turn, columns, 4);
+  optional(codes.group_index, columns, 4);
 }
 
 CodesView codes_view(const RawCodes& codes, std::span<const std::byte* const> pieces) {
@@ -289,7 +290,7 @@ CodesView codes_view(const RawCodes& codes, std::span<const std::byte* const> pi
   view.factor = at(codes.factor);
   view.divisor = at(codes.divisor);
   view.zeros = at(codes.zeros);
-  view.in_turn = at(codes.in_turn);
+  view.group_index = at(codes.group_index);
   return view;
 }
 

@@ -34,7 +34,7 @@ struct RawView {
 // One matrix in codes and scales: a view without its pointers, and the places to point to.
 struct RawCodes {
   CodesView view;
-  RawPlace codes, scales, factor, divisor, zeros, in_turn;
+  RawPlace codes, scales, factor, divisor, zeros, group_index;
 };
 
 struct RawViews {

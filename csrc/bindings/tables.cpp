@@ -27,8 +27,7 @@ using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Floats = py::array_t<float, py::array::c_style>;
 
 Table table_from(const py::dict& given) {
-  const auto copy = py::reinterpret_steal<py::kwargs>(PyDict_Copy(given.ptr()));
-  Keywords keys("a table", copy);  // Keywords removes what it reads
+  Keywords keys("a table", given);
   Table table;
   table.name = keys.take<std::string>("name");
   table.row_bytes = keys.take<int64_t>("row_bytes");
@@ -61,7 +60,7 @@ TablesOptions options_from(Keywords& given) {
   }
   options.verify = given.take<bool>("verify");
   options.timeout = timeout_from(given.take<double>("timeout"));
-  read_by(given.take<std::string>("io"), options.reader);
+  set_reader_io(given.take<std::string>("io"), options.reader);
   if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
     options.reader.interpose = between->interpose;
   }
@@ -80,7 +79,7 @@ constexpr std::pair<const char*, int64_t TableStats::*> kCounts[] = {
     {"wait_nanoseconds", &TableStats::wait_nanoseconds}};
 
 std::vector<std::map<std::string_view, int64_t>> stats(const PyTables& self) {
-  const auto counted = self.look([](Tables& tables) {
+  const auto counted = self.call([](Tables& tables) {
     std::vector<TableStats> of_each;
     for (int32_t table = 0; table < tables.tables(); ++table)
       of_each.push_back(tables.stats(table));
@@ -101,7 +100,7 @@ py::dict description(const PyTables& self) {
     std::string io;
     std::vector<std::string> notes;
   };
-  const Seen seen = self.look([](Tables& tables) {
+  const Seen seen = self.call([](Tables& tables) {
     Seen seen{{}, tables.memory_bytes(), tables.reader().backend(), tables.reader().notes()};
     for (int32_t table = 0; table < tables.tables(); ++table) {
       seen.cache_rows.push_back(tables.cache_rows(table));
@@ -175,7 +174,7 @@ void define_tables(py::module_& module) {
       .def_property_readonly("id", &PyTables::id)
       .def("stats", stats)
       .def("reset_stats",
-           [](const PyTables& self) { self.look([](Tables& tables) { tables.reset_stats(); }); })
+           [](const PyTables& self) { self.call([](Tables& tables) { tables.reset_stats(); }); })
       .def("describe", description)
       .def("close", &PyTables::close, py::arg("wait") = true);
 }

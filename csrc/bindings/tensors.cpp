@@ -40,7 +40,7 @@ MutableRows mutable_rows(const at::Tensor& tensor, const char* what) {
   return MutableRows{tensor.mutable_data_ptr(), scalar_type(tensor, what), tensor.stride(0)};
 }
 
-int32_t narrowed(int64_t size) {
+int32_t clamped_to_int32(int64_t size) {
   return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
 }
 

@@ -37,7 +37,7 @@ std::span<T> values_of(const at::Tensor& tensor) {
 }
 
 // Clamps a size to int32. Layouts refuse the limits of int32, so that a wrong size stays wrong.
-int32_t narrowed(int64_t size);
+int32_t clamped_to_int32(int64_t size);
 
 // Returns distinct ids in order of first appearance. Raises ValueError for an id outside [0,
 // experts) and for a dtype that is not an integer.

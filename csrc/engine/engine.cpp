@@ -189,11 +189,11 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     compute(call, forward.phase, ready, part, workspace);
     // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
     // until this claim ends. At least half of the pool is left to others.
-    const bool kept = claim.window() && !forward.last && claim.has_all_slots() &&
-                      2 * pool_->experts() <= pool_->slots();
+    const bool keep_pinned = claim.window() && !forward.last && claim.has_all_slots() &&
+                             2 * pool_->experts() <= pool_->slots();
     // The claim's end releases the last ones, unless reads ahead wait for their slots.
     const bool at_end = part.last && !claim.window();
-    if (!kept && !at_end) claim.release(ready);
+    if (!keep_pinned && !at_end) claim.release(ready);
     tell();
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
@@ -285,7 +285,7 @@ ExpertRows Engine::rows_of(const ReadyExpert& ready, const Adapters& adapters,
 }
 
 // Sums columns of one token's products in the order of its choices, whatever order they were
-// computed in. The first choice's place holds the sum.
+// computed in. The sum is in the first choice's row.
 void Engine::reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64_t end,
                     Workspace& workspace) const {
   const int64_t hidden = layout().hidden;

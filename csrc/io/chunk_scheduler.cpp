@@ -17,16 +17,15 @@ constexpr size_t kReservedRequests = 4096;
 // off within a block, must end in an error and not in a loop.
 constexpr int32_t kMaxInterruptions = 1000;
 constexpr int32_t kMaxShortStalls = 8;
-// Reads under way together share the disk and end together, and all their records are computed
-// after the last. So many bytes keep a disk of 28 GB/s busy for 0.2 ms, which is its latency; more
-// only delay the first record.
-constexpr int64_t kMaxBytesUnderWay = 6 << 20;
 
 }  // namespace
 
 ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment,
-                               int32_t retries)
-    : chunk_bytes_(chunk_bytes), alignment_(alignment), retries_(retries) {
+                               int32_t retries, int64_t max_bytes_under_way)
+    : chunk_bytes_(chunk_bytes),
+      alignment_(alignment),
+      retries_(retries),
+      max_bytes_under_way_(max_bytes_under_way) {
   assert(depth > 0 && chunk_bytes > 0 && chunk_bytes % alignment == 0);
   requests_.reserve(kReservedRequests);
   links_.resize(kReservedRequests);
@@ -79,10 +78,12 @@ void ChunkScheduler::cancel() {
 }
 
 std::optional<ChunkRead> ChunkScheduler::next() {
-  if (bytes_under_way_ >= kMaxBytesUnderWay) return std::nullopt;
+  if (bytes_under_way_ >= max_bytes_under_way_) return std::nullopt;
   for (const Urgency urgency : kUrgencies) {
     if (urgency == Urgency::kPrefetch && !room_for_prefetch()) break;
-    int32_t chunk = ready_chunk(urgency);
+    int32_t chunk;
+    // Another chunk of the request may have failed while this one waited to be repeated.
+    while ((chunk = ready_chunk(urgency)) >= 0 && unwanted(chunks_[chunk])) fail(chunk, ECANCELED);
     if (chunk < 0) chunk = cut(urgency);
     if (chunk >= 0) return start(chunk);
   }

@@ -16,7 +16,8 @@ namespace torch_mesh {
 
 class ChunkScheduler {
  public:
-  ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries);
+  ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries,
+                 int64_t max_bytes_under_way = ReaderOptions{}.max_bytes_under_way);
 
   void add(const ReadRequest& request);  // std::bad_alloc changes nothing
   void raise_priority(uint64_t tag);
@@ -24,9 +25,9 @@ class ChunkScheduler {
   // have returned.
   void cancel();
 
-  // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, first
-  // come first. None when `depth` chunks or the limit of bytes are under way, or nothing that waits
-  // may start.
+  // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, which
+  // are first come, first served. None when `depth` chunks or the limit of bytes are under way, or
+  // nothing that waits may start.
   std::optional<ChunkRead> next();
   // `result` and `final`: as in ChunkResult.
   void complete(int32_t chunk, int64_t result, bool final = false);
@@ -93,6 +94,7 @@ class ChunkScheduler {
   const int64_t chunk_bytes_;
   const int64_t alignment_;
   const int32_t retries_;
+  const int64_t max_bytes_under_way_;
   bool canceled_ = false;
 
   std::vector<Request> requests_;  // by the low bits of tags

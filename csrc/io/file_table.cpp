@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
+#include "base/aligned_memory.h"
 #include "base/error.h"
 #include "io/reader.h"
 #include "store/record.h"
@@ -53,16 +53,14 @@ int64_t tried_alignment(int64_t reported) {
 
 // Some file systems accept O_DIRECT at open and refuse the reads, so one read is tried.
 bool direct_read_refused(int descriptor, int64_t alignment) {
-  void* block = std::aligned_alloc(alignment, alignment);
+  const AlignedMemory block = aligned_memory(alignment, alignment);
   if (block == nullptr) throw Error(ErrorKind::kMemory, "no memory to probe direct I/O");
   ssize_t got;
   do {
-    got = ::pread(descriptor, block, alignment, 0);
+    got = ::pread(descriptor, block.get(), alignment, 0);
   } while (got < 0 && errno == EINTR);
-  const int error = got < 0 ? errno : 0;
-  std::free(block);
   // Any other error belongs to the request that meets it.
-  return error == EINVAL || error == EOPNOTSUPP;
+  return got < 0 && (errno == EINVAL || errno == EOPNOTSUPP);
 }
 
 // The most that the kernel reads ahead for one call, whatever the device. It cuts longer advice

@@ -362,10 +362,6 @@ Owned<Reader> open_reader(const ReaderOptions& options, std::span<const File> fi
     }
   }
   const auto table = std::make_shared<const FileTable>(files, options.direct);
-  if (options.chunk_bytes % table->alignment() != 0) {
-    throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,
-                  "; direct I/O on these files wants a multiple of ", table->alignment());
-  }
   std::vector<std::string> notes = table->notes();
   if (options.backend != "threads") {
     try {

@@ -60,7 +60,7 @@ struct Refusal {
   explicit operator bool() const { return error != 0; }
 };
 
-std::string why_no_ring(const Refusal& refusal) {
+std::string unsupported_reason(const Refusal& refusal) {
   const std::string reason = std::strerror(refusal.error);
   switch (refusal.error) {
     case EPERM:
@@ -86,7 +86,7 @@ bool may_pass(int error) { return error == EAGAIN || error == EBUSY || error == 
 
 // Passes a request that does nothing; returns 0 or a positive errno. A seccomp profile may allow
 // making a ring and forbid submitting to it: reads would never end.
-int pass_an_entry(io_uring* ring) {
+int submit_nop(io_uring* ring) {
   io_uring_prep_nop(io_uring_get_sqe(ring));
   const auto deadline = std::chrono::steady_clock::now() + kMaxNop;
   io_uring_cqe* completion = nullptr;
@@ -123,7 +123,7 @@ Refusal make_ring(unsigned entries, io_uring* ring) {
     io_uring_queue_exit(ring);
     return {kSetup, ENOSYS};
   }
-  if (const int refused = pass_an_entry(ring); refused != 0) {
+  if (const int refused = submit_nop(ring); refused != 0) {
     io_uring_queue_exit(ring);
     return {"io_uring_enter", refused};
   }
@@ -151,8 +151,9 @@ class UringBackend final : public Backend {
     // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
     // overflows.
     if (const Refusal refusal = make_ring(static_cast<unsigned>(depth_) + 1, &ring_)) {
-      throw Error(ErrorKind::kInvalid, concat("io_uring cannot be used: ", why_no_ring(refusal)),
-                  {}, refusal.error);
+      throw Error(ErrorKind::kInvalid,
+                  concat("io_uring cannot be used: ", unsupported_reason(refusal)), {},
+                  refusal.error);
     }
     made_ = true;
     if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
@@ -282,8 +283,8 @@ class UringBackend final : public Backend {
   // may stay pinned.
   void unregister_all(int error) {
     // Prepared reads name their buffer by index, so they are submitted before the indices go.
-    while (io_uring_sq_ready(&ring_) > 0 && io_uring_submit(&ring_) < 0) {
-      ::usleep(static_cast<useconds_t>(kCoolDown.count()));
+    while (io_uring_sq_ready(&ring_) > 0) {
+      if (io_uring_submit(&ring_) < 0) ::usleep(static_cast<useconds_t>(kCoolDown.count()));
     }
     io_uring_unregister_buffers(&ring_);
     buffers_registered_ = false;
@@ -365,7 +366,7 @@ class UringBackend final : public Backend {
 
 std::string uring_unavailable() {
   io_uring ring;
-  if (const Refusal refusal = make_ring(2, &ring)) return why_no_ring(refusal);
+  if (const Refusal refusal = make_ring(2, &ring)) return unsupported_reason(refusal);
   io_uring_queue_exit(&ring);
   return "";
 }

@@ -54,7 +54,8 @@ struct CodesView {
   const std::byte* zeros = nullptr;
   int64_t zeros_bytes = 0;
   uint8_t zero = 0;
-  const std::byte* in_turn = nullptr;  // int32: the group of each input; refused if not in order
+  const std::byte* group_index =
+      nullptr;  // int32: the group of each input (GPTQ's g_idx); must ascend
 };
 
 // One expert. `gate` is absent in a record that is not gated. A bias is a matrix of one column.

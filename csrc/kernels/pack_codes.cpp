@@ -331,8 +331,8 @@ void check_codes(const PackedMatrix& matrix, const CodesView& view) {
     if (static_cast<uint8_t>(view.zeros[i]) != view.zero)
       refuse(matrix.format, "zero points; weights=\"int8\" or \"bf16\" takes them");
   }
-  for (int32_t k = 0; view.in_turn != nullptr && k < matrix.depth; ++k) {
-    if (read_as<int32_t>(view.in_turn + int64_t{4} * k) != k / view.scales.columns) {
+  for (int32_t k = 0; view.group_index != nullptr && k < matrix.depth; ++k) {
+    if (read_as<int32_t>(view.group_index + int64_t{4} * k) != k / view.scales.columns) {
       refuse(matrix.format,
              "groups in an order of their own; weights=\"int8\" or \"bf16\" takes them");
     }

@@ -63,7 +63,9 @@ Claim::~Claim() {
   const Pool::Event event(pool_);
   const auto end = std::chrono::steady_clock::now();
   pool_.stats_of(state_.layer, state_.part.phase).expert_nanoseconds += nanoseconds(begin_, end);
-  pool_.last_forward_ = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
+  if (state_.part.phase != Phase::kNone) {
+    pool_.last_forward_ = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
+  }
   for (const Entry& entry : state_.entries) {
     if (entry.state == Entry::kHandedOut) pool_.timeline_.released(entry.miss);
   }

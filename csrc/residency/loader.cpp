@@ -133,10 +133,10 @@ void Loader::begin_queued() {
 
 void Loader::take_staging() {
   for (const Urgency urgency : kUrgencies) {
-    // The reader cannot put a demand read first that waits for a buffer: some stay free for it.
-    const int32_t spare = urgency == Urgency::kPrefetch ? options_.staging / 2 : 0;
+    // The reader cannot put a demand read first that waits for a buffer: some are reserved for it.
+    const int32_t reserved = urgency == Urgency::kPrefetch ? options_.staging / 2 : 0;
     IndexList& queue = queue_of(urgency);
-    while (std::ssize(free_staging_) > spare && !queue.empty()) {
+    while (std::ssize(free_staging_) > reserved && !queue.empty()) {
       const int32_t slot = queue.pop_front();
       reads_[slot].staging = free_staging_.back();
       free_staging_.pop_back();

@@ -21,17 +21,12 @@ void check(const Source& source, const PackRecord& pack, const PoolOptions& opti
   if (source.raw && options.staging < 1) {
     throw_invalid("a raw source needs at least one staging buffer; got ", options.staging);
   }
-  if (!source.raw && source.pieces != 1) {
-    throw_invalid("a store has one extent per record; got ", source.pieces);
-  }
   const auto misfit =
-      std::find_if(source.extents.begin(), source.extents.end(), [&](const Extent& e) {
-        return !source.raw && (e.bytes != options.record_bytes || e.offset % kRecordAlignment != 0);
-      });
+      std::find_if(source.extents.begin(), source.extents.end(),
+                   [&](const Extent& e) { return !source.raw && e.bytes != options.record_bytes; });
   if (misfit != source.extents.end()) {
     throw_invalid("a record of ", source.files[misfit->file].path, " at offset ", misfit->offset,
-                  " has ", misfit->bytes, " bytes; this model's layout has ", options.record_bytes,
-                  " at multiples of ", kRecordAlignment);
+                  " has ", misfit->bytes, " bytes; this model's layout has ", options.record_bytes);
   }
 }
 
@@ -99,7 +94,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
              .reads = !source_.files.empty()},
             make_policy(options.policy, {layers(), experts(), options.slots})) {
   if (source_.files.empty()) return;
-  leaving_.reserve(memory_->segments().size());
+  vacant_.reserve(memory_->segments().size());
   loader_ = std::make_unique<Loader>(
       LoaderOptions{.slots = options.slots,
                     .record_bytes = options.record_bytes,
@@ -152,13 +147,13 @@ void Pool::carry_out() {
     if (effects->resized) resized_.notify_all();
     if (effects->forward_ended) forward_ended_.notify_all();
     if ((effects->landed || effects->freed || effects->idle) && progress_) progress_();
-    leaving_.assign(effects->vacant.begin(), effects->vacant.end());
+    vacant_.assign(effects->vacant.begin(), effects->vacant.end());
     effects->clear();
 
     while (auto refused = reads ? loader_->take_refused() : std::nullopt) {
       core_.failed(refused->slot, refused->bytes, std::move(*refused->error));
     }
-    for (int64_t segment : leaving_) {
+    for (int64_t segment : vacant_) {
       if (!detach(segment)) core_.sizing().detach_failed(segment);
     }
   }

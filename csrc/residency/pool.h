@@ -69,7 +69,8 @@ class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
   Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack);
-  // Records exist in memory only: layers * experts == slots, put there by fill(), never evicted.
+  // Records exist in memory only: layers * experts == slots, put there by fill(), evicted only by
+  // another fill() of the same expert.
   Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts)
       : Pool(options, runtime, Source{.layers = layers, .experts = experts}, nullptr) {}
   ~Pool();  // waits for reads under way; no Claim may be alive
@@ -78,8 +79,8 @@ class Pool {
   // Error(kInvalid) for one that a claim uses.
   void fill(int32_t layer, int32_t expert, std::span<const std::byte> record);
 
-  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Counts
-  // and throws as a forward would.
+  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Throws
+  // as a forward would. Counts accesses, but no forward.
   void promote(int32_t layer, std::span<const int32_t> experts);
   // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full
   // pool. At most half of the slots are loading prefetches at a time, so that a wrong prediction
@@ -131,8 +132,7 @@ class Pool {
   // pool is closed first, or at the end of `patience`.
   bool wait_for_forwards(int32_t layer, int64_t forwards, std::chrono::milliseconds patience) const;
   int64_t forwards(int32_t layer) const;  // that have ended since the pool was opened
-  // Waits for all reads under way; for tests and for closing. Throws Error(kTimeout) and
-  // Error(kInterrupted).
+  // Waits for all reads under way; for tests. Throws Error(kTimeout) and Error(kInterrupted).
   void drain();
   // Refuses new claims; idempotent.
   void close();
@@ -160,6 +160,9 @@ class Pool {
   int32_t first_expert() const { return source_.first_expert; }
   int32_t routed_experts() const { return std::max(experts(), source_.routed_experts); }
   int32_t slots() const { return locked_core()->slots().limit(); }  // that may be used now
+  bool covers_all() const {
+    return locked_core()->slots().covers_all();
+  }  // a slot for every expert
   int32_t min_slots() const { return options_.min_slots; }
   int32_t max_slots() const { return options_.slots; }
   int32_t segment_slots() const {  // slots of a segment of memory
@@ -284,8 +287,8 @@ class Pool {
   std::function<void()> progress_;
   LastForward last_forward_;
   Timeline timeline_;
-  bool queued_ = false;           // there are queued reads since the last flush()
-  std::vector<int64_t> leaving_;  // segments
+  bool queued_ = false;          // there are queued reads since the last flush()
+  std::vector<int64_t> vacant_;  // segments
 
   std::unique_ptr<Loader> loader_;  // last: its threads use all of the above; null: memory only
 };

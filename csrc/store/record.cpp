@@ -62,12 +62,6 @@ int32_t checked_group(Format format, int32_t group_size) {
   }
 }
 
-// Whether records of this format hold the codes of a type of GGUF.
-bool is_in_gguf(Format format) {
-  return is_gguf(format) || format == Format::kInt4Fp16 || format == Format::kInt8Fp16 ||
-         format == Format::kMxfp4;
-}
-
 }  // namespace
 
 ScaleType PackedMatrix::scale_type() const {
@@ -160,7 +154,8 @@ RecordFormats RecordFormats::from_name(std::string_view name) {
   const RecordFormats formats(format_from_name(name.substr(0, plus)),
                               format_from_name(name.substr(plus + 1)));
   if (formats.gate_up == Format::kTcq2 && formats.down == Format::kTcq3) return formats;
-  if (formats.gate_up != formats.down && is_in_gguf(formats.gate_up) && is_in_gguf(formats.down)) {
+  if (formats.gate_up != formats.down && holds_gguf_codes(formats.gate_up) &&
+      holds_gguf_codes(formats.down)) {
     return formats;
   }
   throw_invalid("no record holds \"", name,

@@ -108,6 +108,11 @@ constexpr bool is_made_of_codes(Format format) {
 constexpr bool is_trellis(Format format) { return format >= Format::kTcq2; }
 // Blocks of GGUF with scales that are products: store/gguf_types.h.
 constexpr bool is_gguf(Format format) { return format >= kFirstGguf && format < Format::kTcq2; }
+// Whether records of this format hold the codes of a type of GGUF, in a layout of its own or not.
+constexpr bool holds_gguf_codes(Format format) {
+  return is_gguf(format) || format == Format::kInt4Fp16 || format == Format::kInt8Fp16 ||
+         format == Format::kMxfp4;
+}
 static_assert(static_cast<int>(Format::kTcq2) - static_cast<int>(kFirstGguf) == kGgufTypes);
 // Formats with a code for each weight, beside scales: their records can be made of a checkpoint's
 // own codes.

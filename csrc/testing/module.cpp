@@ -58,7 +58,7 @@ std::shared_ptr<Driver> simulated_device(uint64_t seed, int32_t max_delay_us) {
 }
 
 uint64_t sum_records(const PyEngine& engine, int32_t layer, const std::vector<int32_t>& experts) {
-  return engine.look([&](Engine& engine) { return record_sum(engine, layer, experts); });
+  return engine.call([&](Engine& engine) { return record_sum(engine, layer, experts); });
 }
 
 }  // namespace

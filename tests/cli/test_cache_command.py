@@ -92,7 +92,7 @@ def test_prune_removes_old_stores_leftovers_and_damaged_stores(
     for leftover in (".begun-int4-0123.partial", ".gone-int4-4567.removed"):
         (stores / leftover).mkdir()
         (stores / leftover / "mesh-00001.safetensors").write_bytes(bytes(10000))
-    damaged = stores / "damaged-int8-89ab"
+    damaged = stores / "my-rest-moe-int8-89ab"  # the name of a folder of dense weights ends in -rest-DIGEST
     damaged.mkdir()
     (damaged / "mesh_manifest.json").write_text("{")
     there = {path.name for path in stores.iterdir()}

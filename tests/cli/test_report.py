@@ -70,6 +70,7 @@ def test_a_reset_is_noticed_even_if_all_counts_are_larger_after_it(tmp_path: Pat
 
 def test_counter_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
     counts = {"accesses": 9, "stand_ins": 4, "prefetches_wasted": 3, "wasted_bytes": 4096}
+    counts |= {"kept_accesses": 5, "kept_hits": 2}
     layer = counts | {"prefill": counts, "decode": counts}
     file = write(
         tmp_path / "s.jsonl", layer | {"time": 100, "forward": 10, "per_layer": [layer], "slots": 5, "max_slots": 7}
@@ -77,6 +78,7 @@ def test_counter_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
     [run] = read_report(file).runs
     for found in (run.total, run.total.decode, run.total.per_layer[0]):
         assert (found.fallback_accesses, found.prefetches_unused, found.unused_prefetch_bytes) == (4, 3, 4096)
+        assert (found.early_accesses, found.early_hits) == (5, 2)
     assert (run.total.slots, run.total.max_slots) == (5, 7)
 
 

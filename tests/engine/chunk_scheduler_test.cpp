@@ -153,6 +153,28 @@ TEST(ChunkScheduler, PrefetchBeginsOnlyBelowTwoMiBInFlight) {
   EXPECT_FALSE(scheduler.next());
 }
 
+TEST(ChunkScheduler, BytesUnderWayAreLimited) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1, /*max_bytes_under_way=*/3 * 4096);
+  scheduler.add(plain_request(1, 0, 5 * 4096, Urgency::kDemand));
+  const auto first = scheduler.next();
+  EXPECT_TRUE(scheduler.next() && scheduler.next());
+  EXPECT_FALSE(scheduler.next());
+  scheduler.complete(first->chunk, 4096);
+  EXPECT_EQ(scheduler.next()->offset, 3 * 4096);
+  EXPECT_FALSE(scheduler.next());
+}
+
+TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {
+  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
+  const auto first = scheduler.next(), second = scheduler.next();
+  scheduler.complete(first->chunk, -EIO);  // to be repeated
+  scheduler.complete(second->chunk, -EINVAL);
+  EXPECT_FALSE(scheduler.next());
+  EXPECT_EQ(scheduler.take_finished()->error, EINVAL);
+  EXPECT_TRUE(scheduler.idle());
+}
+
 TEST(ChunkScheduler, RaisedWindowReadGoesBehindQueuedDemand) {
   ChunkScheduler scheduler(8, 4096, kUnit, 1);
   for (const uint64_t tag : {1, 2}) {

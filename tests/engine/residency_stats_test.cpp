@@ -36,6 +36,7 @@ TEST(PoolStats, TimeOutsideIsBetweenLayersAndDecodeStepsOfOneThread) {
   EXPECT_EQ(outside(Phase::kDecode, 0), 0);  // the first forward has no time before it
   forward(pool, 1, {0}, kDecodeStep);
   EXPECT_GT(outside(Phase::kDecode, 1), 0);
+  pool.promote(2, Experts{0});         // no forward
   forward(pool, 0, {0}, kDecodeStep);  // the next step
   EXPECT_GT(outside(Phase::kDecode, 0), 0);
   forward(pool, 0, {0}, kPrompt);

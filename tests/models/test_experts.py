@@ -148,6 +148,7 @@ def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
         ({"down_bias": torch.zeros(EXPERTS, HIDDEN)}, r"gate_up_bias must be \[6, 80\].*missing"),
         ({"expert_map": torch.tensor([0, 6])}, r"experts in \[0, 6\)"),
         ({"expert_map": torch.tensor([0.5])}, "vector of integers"),
+        ({"expert_map": torch.tensor([False, True])}, "vector of integers"),
         ({"weight": "int8"}, "Did you mean 'weights'"),
     ],
 )

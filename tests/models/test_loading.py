@@ -29,7 +29,7 @@ from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.patching import checkpoint_source, quantizer
 from torch_mesh.patching.checkpoint_source import CheckpointSource, HubFiles, find_source
-from torch_mesh.statistics.snapshot import look
+from torch_mesh.statistics.snapshot import take_snapshot
 from torch_mesh.store.checkpoint import meta_model, read_config
 from torch_mesh.store.convert import convert
 from torch_mesh.store.folders import OtherStoreError
@@ -240,7 +240,7 @@ def test_a_default_device_moves_no_handle(mesh_tiny: Path) -> None:
     pool = next(patched_modules(model))._mesh_pool
     with torch.device("meta"):
         assert pool.handle(0).is_cpu
-        assert look([pool.engine], pool.layers, {}).experts == pool.geometry.num_experts
+        assert take_snapshot([pool.engine], pool.layers, {}).experts == pool.geometry.num_experts
 
 
 def test_model_without_a_head_opens_the_same_store(tmp_path: Path, ids: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from upstream import JAMBA_HAS_ROUTER
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
+from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, ResidencyBiasedRouter, kept_choices
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
 
@@ -280,7 +280,7 @@ def test_lossy_routers_are_copied_and_unpatched(open_model: Callable[..., PreTra
         expected = model(prompt).logits
         _patched(model, resident=0.25, **LOSSY)
         clone = copy.deepcopy(model)
-        assert sum(isinstance(module, LeaningRouter) for module in clone.modules()) == 6
+        assert sum(isinstance(module, ResidencyBiasedRouter) for module in clone.modules()) == 6
         clone.generate(prompt, max_new_tokens=3, do_sample=False)
         assert torch_mesh.stats(model).deferred > 0  # the copies share the pool and its statistics
         torch_mesh.unpatch(model)
@@ -337,7 +337,9 @@ def test_a_family_with_groups_and_a_correction_bias_opens_from_a_checkpoint(tmp_
     TINY_MODELS["DeepseekV3Experts"].build().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5, **LOSSY))
     assert (
-        sum(isinstance(module, LeaningRouter) for module in model.modules()) == len(list(patched_modules(model))) == 2
+        sum(isinstance(module, ResidencyBiasedRouter) for module in model.modules())
+        == len(list(patched_modules(model)))
+        == 2
     )
     model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=60, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)

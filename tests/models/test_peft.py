@@ -217,7 +217,7 @@ def test_a_refused_merge_leaves_all_adapters(merge: str, ids: torch.Tensor) -> N
 def test_modules_to_save_train_unless_they_are_packed(ids: torch.Tensor) -> None:
     model = _with_adapter(torch_mesh.patch(build(), resident=0.3), modules_to_save=["lm_head"], init_lora_weights=True)
     assert _learns(model, ids)
-    with pytest.raises(MeshError, match=r"Gradients were asked for lm_head\.weight"):
+    with pytest.raises(MeshError, match=r"Cannot compute gradients of lm_head\.weight"):
         _with_adapter(torch_mesh.patch(build(), dense="int8"), modules_to_save=["lm_head"])
     packed = torch_mesh.patch(build(), dense="int8").requires_grad_(False)
     with pytest.raises(MeshError, match=r"requires_grad_\(not isinstance\(each, torch_mesh.PackedWeight\)\)"):

@@ -58,8 +58,3 @@ def test_a_store_cut_off_is_an_error_at_the_next_read(tmp_path: Path) -> None:
     assert torch.equal(_forward(engine, 0), right[0])
     engine.validate()
     engine.close()
-
-
-def test_mmap_is_refused_and_the_error_names_the_alternative() -> None:
-    with pytest.raises(ValueError, match="io='buffered'"):
-        open_engine(TinyExperts(SPEC, seed=3), None, io="mmap")

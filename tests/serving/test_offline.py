@@ -232,7 +232,7 @@ def test_a_pipe_is_refused(
     _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
     os.mkfifo(answers)
     assert _run(folder, requests, answers) == 2
-    assert "is no regular file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_write_the_same_answers(

@@ -606,6 +606,22 @@ def test_requests_that_batches_cannot_honour_are_refused(
     server.stop()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_cached_tokens_of_all_prompts(stream: bool, folder: Path, serving: Callable[..., Any]) -> None:
+    server = serving(folder, MeshConfig(resident=1.0))
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        given = {"model": server.model, "prompt": [TEXT, TEXT + TEXT, "Other"], "max_tokens": 2, "temperature": 0}
+        client.completions.create(**given | {"prompt": TEXT})
+        if stream:
+            *_, last = client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+        else:
+            last = client.completions.create(**given)
+        alone = client.completions.create(**given | {"prompt": TEXT}).usage
+    server.stop()
+    assert last.usage.prompt_tokens > alone.prompt_tokens
+    assert last.usage.prompt_tokens_details.cached_tokens > alone.prompt_tokens_details.cached_tokens > 0
+
+
 def test_generation_without_streaming_ends_when_its_client_disconnects(server: Any) -> None:
     counts = server.kept.counts
     before = counts.generated_tokens

@@ -19,6 +19,7 @@ import torch
 from pairs import each_once_quick
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
@@ -38,6 +39,7 @@ from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.hf.kv_cache import install_caches, record_past
 from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.serving.model_identity import ModelIdentity
 from torch_mesh.serving.prefix_cache import BLOCK, PrefixCache
 from torch_mesh.store import prefix_blocks
 
@@ -224,6 +226,37 @@ def test_a_restored_cache_equals_the_saved_one(
             model(input_ids=tokens[None, :9], **{CACHE_NAME: each}, use_cache=True) for each in (given, restored)
         ]
     assert torch.equal(outputs[0].logits, outputs[1].logits)
+
+
+def test_after_close_nothing_is_kept_and_flush_returns(
+    opened: Callable[..., KeptKeys], rng: np.random.Generator, cache: Path
+) -> None:
+    model = _model(_full)
+    prefixes = opened(model).prefixes
+    assert prefixes is not None
+    saved = []
+    for count in (2 * BLOCK, 3 * BLOCK):
+        tokens, given = _some(rng, count), _empty(model)
+        with torch.no_grad():
+            model(input_ids=tokens[None], **{CACHE_NAME: given}, use_cache=True)
+        prefixes.save(tokens, given, {})
+        prefixes.flush()
+        saved.append(len(_files(cache)))
+        prefixes.close()
+    assert saved[0] == saved[1] > 0
+
+
+@pytest.mark.parametrize("changed", [{"dense": "int8"}, {"dense": "none"}, {"speculation": "lookup"}])
+def test_another_arithmetic_of_dense_layers_is_another_model(folder: Path, changed: dict[str, str]) -> None:
+    digests = [
+        ModelIdentity(
+            AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=torch_mesh.MeshConfig(resident=0.3, **fields)
+            )
+        ).digest()
+        for fields in ({}, {}, changed)
+    ]
+    assert digests[0] == digests[1] != digests[2]
 
 
 @MODELS

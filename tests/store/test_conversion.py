@@ -172,6 +172,14 @@ def test_the_source_is_never_replaced(tmp_path: Path, mesh_tiny: Path) -> None:
         convert(tmp_path / "source", tmp_path / "source" / ".." / "source", "int8", force=True)
 
 
+def test_a_model_of_the_hub_is_no_folder_in_the_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(Exception) as caught:
+        convert("owner/absent", "owner", "int8")
+    assert "owner/absent" in str(caught.value) and "cannot replace" not in str(caught.value)
+
+
 def test_a_store_is_not_converted_again(tmp_path: Path, mesh_tiny: Path) -> None:
     convert(mesh_tiny, tmp_path / "store", "int8")
     with pytest.raises(UnsupportedModelError, match="converted store already"):

@@ -42,7 +42,7 @@ def _views() -> tuple[list[int], dict[str, Any]]:
                 "column_bytes": 2,
             },
             "zeros": {**piece(8), "bytes": 8, "value": 0},
-            "in_turn": piece(4 * columns),
+            "group_index": piece(4 * columns),
         }
         views[f"{part}_bias"] = {**piece(2 * rows), "row_stride": 1, "column_stride": 0}
     return sizes, views
@@ -51,7 +51,7 @@ def _views() -> tuple[list[int], dict[str, Any]]:
 def _pack(sizes: list[int], views: dict[str, Any], format: str = "int4", group_size: int = 32) -> bytes:
     pieces = [bytearray(size) for size in sizes]
     for part in ("up", "down"):
-        turn = views[part].get("in_turn")
+        turn = views[part].get("group_index")
         if turn is not None and turn["piece"] < len(pieces):
             columns = HIDDEN if part == "up" else INTERMEDIATE
             order = (torch.arange(columns, dtype=torch.int32) // 32).numpy().tobytes()
@@ -111,7 +111,7 @@ def test_a_scale_beyond_bf16_is_refused() -> None:
     pieces = [bytearray(size) for size in sizes]
     for part, columns in (("up", HIDDEN), ("down", INTERMEDIATE)):
         order = (torch.arange(columns, dtype=torch.int32) // 32).numpy().tobytes()
-        pieces[views[part]["in_turn"]["piece"]][:] = order
+        pieces[views[part]["group_index"]["piece"]][:] = order
     pieces[scales["piece"]][:4] = b"\xff\xff\x7f\x7f"  # the largest finite number
     with pytest.raises(ValueError, match="a scale beyond bf16's range"):
         _C.pack_raw(pieces, "bf16", views, "int4", 32, *SIZES)
@@ -181,6 +181,14 @@ def test_invalid_views_are_refused(path: tuple[str, ...], value: Any, problem: s
     views = copy.deepcopy(views)
     _set(*path)(views, value)
     with pytest.raises(ValueError, match=problem):
+        _pack(sizes, views)
+
+
+@pytest.mark.parametrize("down", [None, {"piece": 0, "offset": 0, "row_stride": 1, "column_stride": 1}])
+def test_a_matrix_without_codes_beside_one_with_them_is_refused(down: dict[str, int] | None) -> None:
+    sizes, views = _views()
+    views = {"up": views["up"]} if down is None else views | {"down": down}
+    with pytest.raises(ValueError, match="raw_views lacks the codes of 'down'"):
         _pack(sizes, views)
 
 

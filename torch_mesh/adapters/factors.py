@@ -41,7 +41,7 @@ def rank_of(weight: torch.Tensor, experts: int, *, second: bool, where: str) -> 
     return ranks // experts
 
 
-def widened(lora_a: torch.Tensor, experts: int, rank: int, where: str) -> torch.Tensor:
+def padded_to_rank(lora_a: torch.Tensor, experts: int, rank: int, where: str) -> torch.Tensor:
     """``lora_a`` [own rank * experts, in] as [rank * experts, in], padding each expert's rows with zeros.
 
     Unchanged if its own rank is not below ``rank``. Raises MeshError as ``rank_of`` does.
@@ -93,7 +93,7 @@ def factors_of(
     return Factors(a, b, scaling)
 
 
-def together(factors: list[Factors]) -> Factors:
+def concatenated(factors: list[Factors]) -> Factors:
     """Several adapters as one, whose rank is the sum of theirs."""
     if len(factors) == 1:
         return factors[0]

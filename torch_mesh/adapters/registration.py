@@ -82,7 +82,7 @@ def _with_refusal(check: Any) -> Any:
             for module in modules:
                 weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, LoraLayer) else None
                 if isinstance(weight, PackedWeight):
-                    raise weight._refuse("An adapter was to be merged into")
+                    raise weight._refuse("Cannot merge an adapter into")
         return check(model, *args, **kwargs)
 
     return check_merge_allowed
@@ -123,7 +123,7 @@ def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
         module = model.get_submodule(path)
     except AttributeError:  # PEFT refuses it
         return weight
-    return module.widened(name[0], adapter, weight) if isinstance(module, _wrapper().ParamWrapper) else weight
+    return module.padded_to_rank(name[0], adapter, weight) if isinstance(module, _wrapper().ParamWrapper) else weight
 
 
 def _check_read(module: Any, parameter: str) -> None:

@@ -14,7 +14,7 @@ from peft.tuners.lora import layer as lora
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from torch_mesh import _C
-from torch_mesh.adapters.factors import Factors, factors_of, rank_of, together, widened
+from torch_mesh.adapters.factors import Factors, concatenated, factors_of, padded_to_rank, rank_of
 from torch_mesh.adapters.ranks import check_same
 from torch_mesh.errors import MeshError
 from torch_mesh.hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
@@ -73,8 +73,8 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
     def _check_rank(self, rank: int) -> None:
         if rank > _C.MAX_RANK and self._experts._mesh_fused:
             raise MeshError(
-                f"{self._where} was to have adapters of rank {rank} in all; its kernels take at most {_C.MAX_RANK:,}. "
-                "Give a lower r, or activate fewer adapters at a time."
+                f"The ranks of the adapters of {self._where} add up to {rank}; its kernels take at most "
+                f"{_C.MAX_RANK:,}. Give a lower r, or activate fewer adapters at a time."
             )
 
     def _lay_out(self, adapter: str) -> None:
@@ -93,7 +93,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
                 for name in active:
                     self._lay_out(name)  # a loader may have replaced the tensor
             self._compare(active, x)
-            own = together([self._factors(name) for name in active])
+            own = concatenated([self._factors(name) for name in active])
             self._check_rank(own.a.size(1))
             kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
         if self.base_layer is self._experts and self._experts._mesh_pool.expert_range is not None:
@@ -123,7 +123,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
             expert_range=self._experts._mesh_pool.expert_range,
         )
 
-    def widened(self, name: str, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+    def padded_to_rank(self, name: str, adapter: str, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` for ``adapter``'s lora_A or lora_B (``name``), padded to the current rank of the adapter.
 
         Raises MeshError for a lora_A that does not fit these experts.
@@ -132,7 +132,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
             return weight  # lora_B's columns are ordered by rank: PEFT pads correctly
         now: Any = self.lora_A[adapter].weight
         rank = rank_of(now, self.num_experts, second=False, where=self._where)
-        return widened(weight, self.num_experts, rank, self._where)
+        return padded_to_rank(weight, self.num_experts, rank, self._where)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         self.refuse_to_merge()

@@ -109,11 +109,11 @@ def _experts_of(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _watched(model: Any, see: Callable[[int, LayerRows], None]) -> Iterator[None]:
-    def look(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def record_inputs(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, ids, weights = (named[name] if name in named else positional[position] for name, position in _ARGUMENTS)
         see(module._mesh_layer, LayerRows(ids.cpu(), weights.cpu(), x.reshape(-1, x.shape[-1]).cpu()))
 
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in _experts_of(model)]
+    handles = [module.register_forward_pre_hook(record_inputs, with_kwargs=True) for module in _experts_of(model)]
     try:
         yield
     finally:

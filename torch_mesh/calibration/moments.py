@@ -2,8 +2,8 @@
 
 Rows are weighted by the square of their routing weight, as are their errors in the layer's output. An expert with few
 rows is regularized: to its own moments are added those of the whole layer, as ``PRIOR`` x inputs further rows. These
-get ``DOUBT`` of the median power on their diagonal, which shrinks correlations and limits the harm when the expert
-serves another kind of text.
+get ``PRIOR_DAMPING`` of the median power on their diagonal, which shrinks correlations and limits the harm when the
+expert serves another kind of text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch_mesh.errors import MeshError
 # Chosen by perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
 DAMPING = 0.1
 PRIOR = 1.0
-DOUBT = 1.0
-METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR} doubt={DOUBT}"  # changes whenever records would
+PRIOR_DAMPING = 1.0
+METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR} doubt={PRIOR_DAMPING}"  # changes whenever records would
 _AT_ONCE = 4096  # rows in fp32
 _SAMPLE = 512  # rows of a layer, for the intermediates of experts that did not see them
 
@@ -57,7 +57,7 @@ def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
     """An expert's moments from its own and the layer's."""
     prior = PRIOR * len(shared)
     fraction = own.rows / (own.rows + prior)
-    return torch.lerp(_with_power(shared, DOUBT), own.mean(), fraction)
+    return torch.lerp(_with_power(shared, PRIOR_DAMPING), own.mean(), fraction)
 
 
 def _with_power(moments: torch.Tensor, fraction: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch_mesh.system.atomic_files import check_results, new_file
 if TYPE_CHECKING:
     from torch_mesh.planning.bench import Measured, Miss
 
-_MIN_PROMPT = 17  # one more than kMaxDecodeRows
+_MIN_PROMPT = 17  # one more than _C.MAX_DECODE_ROWS
 
 # Where the time of a decode step goes, with the keys of Counters.time_per_forward().
 TIMES = (

@@ -77,15 +77,15 @@ def _remove(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{', '.join(unknown)}: there is no such store in {cache_folder()}{hint}; torch-mesh cache ls lists them"
         )
-    return _give_up([stores[name] for name in dict.fromkeys(arguments.names)])
+    return _remove_all([stores[name] for name in dict.fromkeys(arguments.names)])
 
 
 def _prune(arguments: argparse.Namespace) -> int:
     old = [each for each in cached_stores() if each.leftover or each.days > arguments.days]
-    return _give_up(old, arguments.dry_run)
+    return _remove_all(old, arguments.dry_run)
 
 
-def _give_up(stores: Iterable[CachedStore], dry_run: bool = False) -> int:
+def _remove_all(stores: Iterable[CachedStore], dry_run: bool = False) -> int:
     freed, stayed = 0, 0
     for each in stores:
         try:

@@ -161,7 +161,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
 
     Raises ValueError for those that the server would refuse, and for words that are none.
     """
-    from torch_mesh.serving.generate_options import check_options
+    from torch_mesh.serving.generate_options import SEQUENCE_COUNTS, check_options
 
     known = vars(GenerationConfig())
     for flag in flags:
@@ -173,7 +173,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     try:
         options = parse_generate_flags(list(flags))
         check_options(options)
-        for name in ("num_beams", "num_return_sequences"):  # the server would refuse each turn
+        for name in SEQUENCE_COUNTS:  # the server would refuse each turn
             if options.get(name) not in (None, 1):
                 raise ValueError(f"{name} is {options[name]!r}: a chat shows one answer as it is made; give 1.")
         GenerationConfig(**options).validate()

@@ -64,7 +64,7 @@ def below(limit: int) -> Callable[[str], int]:
 
 def size(text: str) -> int:
     try:
-        return parse_size(int(text) if text.isdigit() else text, "the size")
+        return parse_size(text, "the size")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -70,7 +70,7 @@ def _only_writer(answers: Path) -> Iterator[None]:
     file can be made beside them.
     """
     if answers.exists() and not answers.is_file():
-        raise ValueError(f"{answers} is no regular file: name one, from which a repeated command can continue")
+        raise ValueError(f"{answers} is not a regular file: name one, from which a repeated command can continue")
     real = Path(os.path.realpath(answers))
     with contextlib.ExitStack() as stack:
         try:

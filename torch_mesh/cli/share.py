@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resident",
         metavar="SIZE",
-        help="size of the whole pool, as in MeshConfig; auto leaves room for the rest of each worker (default: auto)",
+        help="size of the whole pool, as in MeshConfig; auto leaves room for the rest of each worker (default: "
+        "TORCH_MESH_RESIDENT, or auto)",
     )
     parser.add_argument(
         "--workers",
@@ -55,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
             ended.wait()
-        finally:
             counted = shared.engine.totals()
+        finally:
             shared.close()
     finally:
         for number, handler in before.items():

@@ -28,8 +28,8 @@ from torch_mesh.store.convert import checked_group_size
 class _RecordSizes:
     """Bytes of one expert's record: resident on the GPU, and streamed for prompts."""
 
-    there: int
-    up: int
+    on_gpu: int
+    in_memory: int
     formats: tuple[str, ...]  # the formats of both
 
 
@@ -75,8 +75,8 @@ def choose_experts(
     other_group_size: int,
     weights: str,
     group_size: int,
-    stored_layers: int | None = None,
-    layer_indices: Sequence[int] | None = None,
+    stored_layers: int,
+    layer_indices: Sequence[int],
 ) -> Placement:
     """Resolve ``gpu.experts`` for this model on its current devices.
 
@@ -92,14 +92,16 @@ def choose_experts(
     experts = layers[0].num_experts
     wanted = gpu.experts
     gpu_weights = format_on_gpu(gpu, weights)
-    up = record_bytes(layers, weights, group_size)
+    in_memory = record_bytes(layers, weights, group_size)
     other = gpu_weights != weights
     size = _RecordSizes(
-        there=record_bytes(layers, gpu_weights, checked_group_size(gpu_weights, other_group_size)) if other else up,
-        up=up,
+        on_gpu=record_bytes(layers, gpu_weights, checked_group_size(gpu_weights, other_group_size))
+        if other
+        else in_memory,
+        in_memory=in_memory,
         formats=(gpu_weights, weights),
     )
-    uses = None if gpu.experts == 0 else _uses(profile, stored_layers or len(layers), layers, layer_indices)
+    uses = None if gpu.experts == 0 else _uses(profile, stored_layers, layers, layer_indices)
     if wanted == "auto":
         here = from_counts(_automatic_counts(layers, devices, size, gpu), experts, uses)
     else:
@@ -115,7 +117,7 @@ def choose_experts(
 
 
 def _uses(
-    path: str | None, stored_layers: int, layers: Sequence[ExpertsLayer], layer_indices: Sequence[int] | None
+    path: str | None, stored_layers: int, layers: Sequence[ExpertsLayer], layer_indices: Sequence[int]
 ) -> npt.NDArray[np.int64] | None:
     """Uses of each layer's experts by the profile in ``path``, [layers, experts]. Raises MeshError for a profile of
     another model."""
@@ -124,7 +126,7 @@ def _uses(
     profile = load_profile(path)
     top_k = max(layer.top_k for layer in layers)
     check_fits(profile, path, stored_layers, layers[0].num_experts, top_k)
-    return profile.uses[list(range(len(layers)) if layer_indices is None else layer_indices)]
+    return profile.uses[list(layer_indices)]
 
 
 def _automatic_counts(
@@ -145,8 +147,8 @@ def _automatic_counts(
             len(its_own),
             layers[0].num_experts,
             max(layer.top_k for layer in layers),
-            size.there,
-            size.up,
+            size.on_gpu,
+            size.in_memory,
             gpu.streaming != "off",
             gpu.placement == "dynamic",
         )
@@ -173,7 +175,7 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: 
         free += sum(
             _bytes_on(layer, where) for layer, where in zip(layers, placement.devices, strict=True) if where == device
         )
-        needed = placement.slots_on(device) * size.there + 2 * placement.batch_on(device) * size.up
+        needed = placement.slots_on(device) * size.on_gpu + 2 * placement.batch_on(device) * size.in_memory
         if needed > free:
             raise MemoryError(
                 f"gpu.experts needs {needed:,} bytes for {wanted} experts and spare slots, but {device} has {free:,} "

@@ -14,6 +14,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation import GenerationMixin
 from transformers.utils.generic import is_flash_attention_requested
 
+from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.hf.generation_compat import (
     COMPILED_STATE,
@@ -30,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Attributes of a model, patched or not: so without patching's prefix.
 _OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
 _SHORTEST = 128  # minimum capacity of a cache in tokens
-SLACK = 15  # tokens that a step may draft
+SLACK = _C.MAX_DECODE_ROWS - 1  # tokens that a step may draft
 
 
 def compile(model: Model, **options: Any) -> Model:

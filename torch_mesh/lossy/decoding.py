@@ -122,7 +122,7 @@ class _Probe(Selection):
         return torch.return_types.topk((values, ids))
 
 
-class _LeaningSelection(Selection):
+class _BiasedSelection(Selection):
     def __init__(self, experts: int, top_k: int, handle: torch.Tensor, bias: float) -> None:
         super().__init__(experts, top_k)
         self.handle = handle
@@ -138,7 +138,7 @@ def kept_choices(top_k: int) -> int:
     return max(1, top_k // 4)
 
 
-class LeaningRouter(nn.Module):
+class ResidencyBiasedRouter(nn.Module):
     """Mixed into the class of a router: its selection prefers resident experts.
 
     The router weights the selected experts as usual.
@@ -149,7 +149,7 @@ class LeaningRouter(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self.training:
             return super().forward(*args, **kwargs)
-        with _LeaningSelection(*self._mesh_selection):
+        with _BiasedSelection(*self._mesh_selection):
             return super().forward(*args, **kwargs)
 
 
@@ -200,13 +200,13 @@ def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: Lossy
         for layer, module in zip(layers, modules, strict=True):
             router: Any = _selecting_router(model, layer, lossy.routing_bias)
             router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, lossy.routing_bias)
-            change_class(router, mixed_class(LeaningRouter, type(router)))
+            change_class(router, mixed_class(ResidencyBiasedRouter, type(router)))
 
 
 def uninstall_lossy(model: nn.Module) -> None:
     """Restore the routers' classes."""
     for module in model.modules():
-        if isinstance(module, LeaningRouter):
+        if isinstance(module, ResidencyBiasedRouter):
             restore_class(module)
 
 

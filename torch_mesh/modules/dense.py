@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from torch_mesh import _C
-from torch_mesh.errors import UnsupportedModelError, naming
+from torch_mesh.errors import UnsupportedModelError, prefix_errors_with
 from torch_mesh.formats import FORMATS
 from torch_mesh.hf.compat import keep_local, modules_in_fp32
 from torch_mesh.hf.torch_compat import in_forward_mode, multiplies_bf16
@@ -330,7 +330,7 @@ def pack_dense(
         weight, name = each.weight, f"{each.path}.weight"
         if weight is not module.weight:
             keep_local(module)
-        with naming(name):
+        with prefix_errors_with(name):
             module._mesh_packed = each.packed()
         module._mesh_shape = tuple(weight.shape)
         module._mesh_format, module._mesh_group_size = each.format, each.group_size

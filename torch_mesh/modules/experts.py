@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,10 +151,8 @@ class MeshExperts(PackedModule, InPool):
         output = self._forward_unfused(hidden_states, top_k_index, top_k_weights, adapters or {})
         # After this layer's own reads, which must not wait for a prefetch, and before the next layer's attention.
         if following is not None:
-            try:
+            with contextlib.suppress(PoolClosedError):  # a hint: the closed pool has served this layer
                 following.prefetch(hidden_states, output)
-            except PoolClosedError:  # a hint: the closed pool has served this layer
-                return output
         return output
 
     def _adapters(self, adapters: Mapping[str, Factors]) -> tuple[torch.Tensor | float | None, ...]:

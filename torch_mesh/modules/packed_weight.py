@@ -231,7 +231,7 @@ class FrozenWeight(PackedWeight):
     def accept(self, source: torch.Tensor) -> None:
         """Accept a checkpoint of the model itself: its values have to equal those that are there."""
         if not self._same_storage(source) and not self._equals(source):
-            raise self._refuse("Other values were to be put into")
+            raise self._refuse("Cannot assign other values to")
 
     def _equals(self, source: torch.Tensor) -> bool:
         raise NotImplementedError
@@ -399,7 +399,7 @@ def _set_data(weight: PackedWeight, value: torch.Tensor) -> None:
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(tensor, PackedWeight):
-        raise tensor._refuse("Values were to be put into a part of")
+        raise tensor._refuse("Cannot assign to a part of")
     tensor[index] = value._for_arithmetic()
 
 
@@ -410,7 +410,7 @@ def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
 def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
     if requires_grad:
         raise MeshError(
-            f"{weight._refuse('Gradients were asked for')} To unfreeze all others: for each in model.parameters(): "
+            f"{weight._refuse('Cannot compute gradients of')} To unfreeze all others: for each in model.parameters(): "
             "each.requires_grad_(not isinstance(each, torch_mesh.PackedWeight))"
         )
     weight.trained = False

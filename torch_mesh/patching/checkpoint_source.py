@@ -357,7 +357,7 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
         if not file.is_relative_to(root) or ".." in file.relative_to(root).parts:
             raise store_error(root, f"its index names {file}, outside of this folder: download the checkpoint again")
     below = len(files[0].parent.relative_to(root).parts)
-    for folder in (*reversed(files[0].parents[: below + 1]),):
+    for folder in reversed(files[0].parents[: below + 1]):
         with contextlib.suppress(StoreError):
             if sorted(weight_files(folder)) == sorted(files):
                 return folder

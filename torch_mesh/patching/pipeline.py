@@ -14,7 +14,7 @@ from torch import nn
 from torch_mesh import _C
 from torch_mesh.adapters.registration import watch as watch_peft
 from torch_mesh.config import MeshConfig, fixed_config
-from torch_mesh.errors import naming
+from torch_mesh.errors import prefix_errors_with
 from torch_mesh.gpu.choosing import choose_experts
 from torch_mesh.gpu.placement import Placement, check_beside_gpu
 from torch_mesh.gpu.placing import GPU_POOL_SLOTS, gpu_pool_bytes
@@ -69,6 +69,8 @@ def assemble(
         stored_layers=source.layers,
         layer_indices=source.layer_indices,
     )
+    if placement.count > 0:
+        check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
     if placement.needs_pool(source.weights):
         source.check_other(placement.weights)
     slots, fallback_slots = _choose_slots(model, layers, config, source, placement)
@@ -101,7 +103,7 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
         device = device_of(layer.module)
         if pool.in_memory:
             for expert in range(layer.num_experts):
-                with naming(f"{layer.path}, expert {expert}"):
+                with prefix_errors_with(f"{layer.path}, expert {expert}"):
                     pool.fill(index, expert, layer.expert(expert))
         install(layer, pool, index)
         if pool.in_memory:
@@ -180,7 +182,6 @@ def _open_pool(
     }
     geometry = common_geometry(layers)
     if placement.count > 0:
-        check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
         config = config.replace(prefill="off")
     if source.stays_in_memory(slots):
         return source.undo.closing(ExpertPool(geometry, source.layers, slots, config, **fixed))

@@ -92,7 +92,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         self, model: PreTrainedModel, checkpoint_files: HubFiles | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         check_launch()
-        _forget_quantization(model)  # transformers would treat the checkpoint as quantized by another tool
+        _clear_quantization_attributes(model)  # transformers would treat the checkpoint as quantized by another tool
         self._checkpoint_files = checkpoint_files
         if isinstance(device_map, str):  # such as "auto", which transformers resolves later
             self._on_cpu = not torch.cuda.is_available()
@@ -143,7 +143,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         if whole:
             with contextlib.closing(open_tables([stored for _, stored in whole], source.config)) as reader:
                 load_tables(model, [layer for layer, _ in whole], reader)
-        _forget_quantization(model)
+        _clear_quantization_attributes(model)
         tables = [] if source.tables is None else [*source.tables.layers]
         tables += [layer for layer, _ in whole]
         if source.expert_range is not None:
@@ -213,7 +213,7 @@ def _warn_of_vocabularies(model: PreTrainedModel, tables: Sequence[TableLayer]) 
         )
 
 
-def _forget_quantization(model: Any) -> None:
+def _clear_quantization_attributes(model: Any) -> None:
     """transformers refuses to train or move quantized models, but a patched model supports both."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -141,7 +141,8 @@ class Experts(nn.Module):
     def _set_expert_map(self, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:
             count = self.experts.num_experts
-            if expert_map.dim() != 1 or expert_map.is_floating_point():
+            no_integers = expert_map.dtype == torch.bool or expert_map.is_floating_point() or expert_map.is_complex()
+            if expert_map.dim() != 1 or no_integers:
                 raise ValueError(
                     f"expert_map must be a vector of integers; it is {expert_map.dtype} {list(expert_map.shape)}."
                 )

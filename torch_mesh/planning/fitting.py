@@ -22,7 +22,7 @@ def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
     return bytes_in(sizes, config, format_on_gpu(config.gpu, sizes.weights))
 
 
-def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
+def planned_gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
     """Bytes; 0 if formats agree."""
     other = format_on_gpu(config.gpu, sizes.weights) != sizes.weights
     return GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config) if other else 0

@@ -14,11 +14,11 @@ from torch_mesh.gpu.planning import GpuPlan
 from torch_mesh.lossy.fallback import check_fallback_format
 from torch_mesh.planning.fitting import (
     fitting_slots,
-    gpu_pool_bytes,
     margin_bytes,
     on_card,
     or_fewer_bits,
     peak_bytes,
+    planned_gpu_pool_bytes,
     tokens_per_chunk,
     vocabulary_stays_in_files,
 )
@@ -133,7 +133,7 @@ def plan(
     available = None if sizes.dense_bytes is None else whole - process - (sizes_in_memory.dense_bytes or 0)
     check_fallback_format(sizes.weights, fallback=config.lossy.fallback, deferred_experts=config.lossy.deferred_experts)
     on_gpu = 0 if gpu is None else gpu.placed
-    gpu_pool = gpu_pool_bytes(sizes, config) if on_gpu else 0
+    gpu_pool = planned_gpu_pool_bytes(sizes, config) if on_gpu else 0
     slots, fallback_slots, problem = fitting_slots(sizes, config, available, on_gpu, gpu_pool)
     if gpu is not None and not gpu.loads:
         slots, fallback_slots, problem = None, 0, gpu.advice

@@ -13,13 +13,7 @@ import torch
 from torch_mesh import _C
 from torch_mesh.config import MeshConfig
 from torch_mesh.formats import FORMATS, layer_formats, short_name
-from torch_mesh.models.families import (
-    ExpertsLayer,
-    common_activation,
-    describe_unpooled,
-    find_experts,
-    unpooled_layers,
-)
+from torch_mesh.models.families import ExpertsLayer, common_activation, describe_unpooled, find_experts, unpooled_layers
 from torch_mesh.models.tables import TableLayer, find_vocabularies
 from torch_mesh.modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
 from torch_mesh.pool.row_tables import tables_memory

@@ -145,13 +145,15 @@ class ExpertPool:
         self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # layers with experts on GPUs
+        wants_guard = _wants_guard(config, source is not None)
         self.engine = self._open_engine(config, slots, source, layer_indices, on_gpu)
         self.slots = self.engine.describe_size()["slots"]
         self._threads: list[BackgroundThread] = []
-        guard = MemoryGuard.of_this_process() if _wants_guard(config, source is not None) else None
-        self.guarded = guard is not None
+        self.guarded = wants_guard
+        guard = None
         try:
-            if guard is not None:
+            if wants_guard:
+                guard = MemoryGuard.of_this_process()
                 guard.add(self.engine, 1 if expert_range is None else expert_range.neighbours)
         except BaseException:  # such as a thread that cannot be started
             _close(self.engine, self._threads, guard, os.getpid())

@@ -99,8 +99,8 @@ def simulate_nodes(
 
     After each layer, all machines wait for the last one and for the exchange of ``cluster.dispatch``. ``lookahead``:
     each machine prefetches its own experts among the ``prefetch`` (default top_k) best predictions of the next layer's
-    router. ``prompts`` limits the counts to some sequences, except for bytes read and ``stall_fraction``; "apart" places
-    experts by the sequences before them. Other arguments are as in ``simulate``.
+    router. ``prompts`` limits the counts to some sequences, except for bytes read and ``stall_fraction``; "apart"
+    places experts by the sequences before them. Other arguments are as in ``simulate``.
 
     Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and as
     ``simulate`` does.

@@ -173,11 +173,11 @@ def pool_profile(
     return tokens, uses if expert_range is None else uses[:, expert_range.own].copy()
 
 
-def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:
-    """Raises MeshError for a profile of another shape; ``layers`` None: any number."""
-    wanted = (profile.layers if layers is None else layers, experts, top_k)
+def check_fits(profile: Profile, path: str, layers: int, experts: int, top_k: int) -> None:
+    """Raises MeshError for a profile of another shape."""
+    wanted = (layers, experts, top_k)
     if (profile.layers, profile.experts, profile.top_k) != wanted:
         raise MeshError(
-            f"{path} is the profile of another model: it has {profile.shape}; this model has {wanted[0]} layers of "
+            f"{path} is the profile of another model: it has {profile.shape}; this model has {layers} layers of "
             f"{experts}, {top_k} for each token. Save one with torch_mesh.save_profile, or leave profile out."
         )

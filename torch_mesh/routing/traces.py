@@ -73,7 +73,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
                 raise
             raise MeshError(f"{path} is not a routing trace (an .npz file, see docs/traces.md): {error}") from error
     if strange := [name for name, values in held.items() if not isinstance(values, np.ndarray)]:
-        raise MeshError(f"{path} is not a routing trace: {', '.join(strange)} holds no array (see docs/traces.md).")
+        raise MeshError(f"{path} is not a routing trace: {', '.join(strange)} is not an array (see docs/traces.md).")
     return _checked(path, held)
 
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
+SEQUENCE_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # that generate computes together
+
+
 class OptionError(ValueError):
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)

@@ -120,7 +120,7 @@ class KeptKeys:
             self._computing = seen
             complete = False
             try:
-                self._make_room(prompt[0], config.max_new_tokens, conversation)
+                self._evict_for(prompt[0], config.max_new_tokens, conversation)
                 if conversation is not None:
                     conversation = self._with_prefix(conversation, prompt[0])
                     self.counts.reused_tokens += len(conversation.tokens)
@@ -154,7 +154,7 @@ class KeptKeys:
         with self._lock:
             self.check(prompt, 0, other)
             try:
-                self._make_room(prompt, 0, None, other)
+                self._evict_for(prompt, 0, None, other)
                 yield
             finally:
                 self._count()
@@ -179,7 +179,7 @@ class KeptKeys:
             known = max(known, self.prefixes.find(prompt).length)
         self.admission.check(len(prompt), new, known=known, held=held, other=other)
 
-    def _make_room(self, prompt: Tensor, new: int | None, conversation: Conversation | None, other: int = 0) -> None:
+    def _evict_for(self, prompt: Tensor, new: int | None, conversation: Conversation | None, other: int = 0) -> None:
         if self.admission is None or new is None:
             return
         known = 0 if conversation is None else len(conversation.tokens)

@@ -24,7 +24,7 @@ from torch_mesh.version import __version__
 
 _LAYOUT = 1  # version of the kept data; a change makes earlier data unknown
 # Fields of MeshConfig that change the values of a forward. The others change only the speed, or are in the weights.
-_FIELDS = ("attention", "lossy", "gpu")
+_FIELDS = ("attention", "dense", "speculation", "lossy", "gpu")
 
 
 class ModelIdentity:

@@ -111,7 +111,7 @@ def _of_batch(number: int, given: Mapping[str, Any]) -> Request:
 
 def _check_object(given: object, name: str) -> None:
     if not isinstance(given, dict):
-        raise ValueError(f"{name} is no JSON object")  # noqa: TRY004  as every other mistake in a file
+        raise ValueError(f"{name} is not a JSON object")  # noqa: TRY004  as every other mistake in a file
 
 
 def _id(given: object) -> str:

@@ -227,7 +227,7 @@ class OpenAI:
         prompt_tokens = sum(each["input_ids"].shape[-1] for each in inputs)
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
-            return self._completion_events(head, flat, top is not None, prompt_tokens if usage else None)
+            return self._completion_events(head, flat, top is not None, prompt_tokens if usage else None, best)
         collected = [Collected() for _ in flat] if scores else await collect_all(flat)
         choices: list[Body] = []
         for index, each in enumerate(inputs):
@@ -248,7 +248,7 @@ class OpenAI:
                 choices.append(
                     {"index": len(choices), "text": echoed + found.text, "logprobs": logprobs, "finish_reason": finish}
                 )
-        usage = _usage([] if scores else flat, prompt_tokens)
+        usage = _usage([] if scores else flat, prompt_tokens, best)
         return {**head, "object": "text_completion", "choices": choices, "usage": usage}
 
     def _completion_answers(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
@@ -298,9 +298,10 @@ class OpenAI:
         return named
 
     async def _completion_events(
-        self, head: Body, answers: Sequence[Answer], logprobs: bool, usage_of: int | None
+        self, head: Body, answers: Sequence[Answer], logprobs: bool, usage_of: int | None, per_prompt: int
     ) -> Events:
-        """``usage_of``: tokens of all prompts, for an event with the usage; None for no such event."""
+        """``usage_of``: tokens of all prompts, for an event with the usage; None for no such event. ``per_prompt``:
+        answers to each prompt."""
         none = {} if usage_of is None else {"usage": None}
         lengths = [0] * len(answers)
         async with contextlib.aclosing(merged(answers)) as parts:
@@ -318,7 +319,8 @@ class OpenAI:
                     lengths[index] += len(choice["text"])
                 yield event({**head, "object": "text_completion", "choices": [choice], **none})
         if usage_of is not None:
-            yield event({**head, "object": "text_completion", "choices": [], "usage": _usage(answers, usage_of)})
+            usage = _usage(answers, usage_of, per_prompt)
+            yield event({**head, "object": "text_completion", "choices": [], "usage": usage})
         yield _DONE
 
     # Responses
@@ -554,15 +556,17 @@ def _shown_tool(tool: Body) -> Body:
     return {"type": kind, **tool.get("function", tool)} if kind == "function" else tool
 
 
-def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
-    """``prompts``: tokens of all prompts; None for a single one."""
+def _usage(answers: Sequence[Answer], prompts: int | None = None, per_prompt: int | None = None) -> Body:
+    """``prompts``: tokens of all prompts; None for a single one. ``per_prompt``: answers to each; None for all."""
     prompts = len(answers[0].job.prompt) if prompts is None else prompts
     made = sum(answer.count for answer in answers)
     return {
         "prompt_tokens": prompts,
         "completion_tokens": made,
         "total_tokens": prompts + made,
-        "prompt_tokens_details": {"cached_tokens": answers[0].job.reused if answers else 0},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.job.reused for answer in answers[:: per_prompt or len(answers) or 1])
+        },
     }
 
 

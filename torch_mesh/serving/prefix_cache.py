@@ -287,9 +287,12 @@ class _Writer:
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
         self._pending = 0  # bytes
+        self._ended = False
 
     def add(self, job: _Job) -> None:
         with self._lock:
+            if self._ended:
+                return
             if self._pending and self._pending + job.nbytes > _MAX_PENDING:
                 _LOG.info("The disk is behind: the keys of %d tokens are not written.", job.length)
                 return
@@ -299,12 +302,15 @@ class _Writer:
         self._jobs.put(job)
 
     def flush(self) -> None:
+        """Wait until what was added is written, or the thread has ended."""
         if self._thread is not None:
             done = Flag()
             self._jobs.put(done)
-            done.wait()
+            while self._thread.is_alive() and not done.wait(0.1):
+                pass
 
     def end(self, timeout: float) -> None:
+        self._ended = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout)

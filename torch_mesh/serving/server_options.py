@@ -100,7 +100,7 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if options["compile"] and options["continuous_batching"]:
         raise ValueError("--compile is not possible with --continuous-batching: leave one out")
     if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
-        raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+        raise ValueError(f"--dtype {options['dtype']} is not a torch dtype: give auto, bfloat16, float16 or float32")
     if options["device"] == "meta":
         raise ValueError("--device meta computes nothing: give auto, cpu, or a device such as cuda:0")
     blocks = {
@@ -125,7 +125,7 @@ def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
             given = json.loads(text)
         if not isinstance(given, dict) or (not given and text.strip() != "{}"):
             raise ValueError(
-                f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
+                f"--chat-template-kwargs is {text!r}, which is not a JSON object; give one such as '{{\"name\": true}}'"
             )
     if options["reasoning"] != "auto":
         given["enable_thinking"] = options["reasoning"] == "on"
@@ -173,7 +173,7 @@ def _prefix_bytes(given: Mapping[str, Any]) -> int:
         if given[name]:
             raise ValueError(f"--prefix-cache {size} is not possible with --{name.replace('_', '-')}: leave one out")
     try:
-        return parse_size(int(size) if size.isdigit() else size, "--prefix-cache")
+        return parse_size(size, "--prefix-cache")
     except ValueError as error:
         raise ValueError(f"{error} Or give off.") from None
 

@@ -19,7 +19,7 @@ from torch_mesh.serving import grammars
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.generate_options import OptionError, normalize_options
+from torch_mesh.serving.generate_options import SEQUENCE_COUNTS, OptionError, normalize_options
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
@@ -30,7 +30,6 @@ _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
 _SCORED_ROWS = 512  # tokens of a prompt whose log-probabilities are in memory at the same time
 _OPTION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of requests and of generate
-_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 _UNCHECKED = (
     "A strict tool has parameters that this server checks less than their schema says (docs/serving.md lists what is "
     "free), or not at all, where it has no grammar of the model's form."
@@ -98,7 +97,7 @@ class Service:
         self.model, self.prompts, self.engine = model, prompts, engine
         self._batches = batches
         self._default_tokens = default_tokens
-        for name in _COUNTS:
+        for name in SEQUENCE_COUNTS:
             if (count := getattr(model.generation_config, name, None) or 1) > 1:
                 _LOG.warning(
                     "The generation_config of %s has %s %d. A server generates one sequence at a time and uses 1.",
@@ -367,7 +366,7 @@ class Service:
                 "This request has no limit of tokens: give max_new_tokens in generation_config.",
                 "generation_config",
             )
-        for name in _COUNTS:
+        for name in SEQUENCE_COUNTS:
             if (count := getattr(config, name, None) or 1) > 1:
                 raise RequestError(
                     f"{name} is {count}: a server generates one sequence at a time. Give 1, and n for more answers.",

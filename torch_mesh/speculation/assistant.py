@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from torch_mesh import _C
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.linear_attention import is_linear
 from torch_mesh.speculation.rewinding import Rewinding
 from torch_mesh.speculation.suitability import new_cache, standalone_unsupported_reason
 
-_STEP = 16  # tokens per forward of the large model: 15 drafted, and the next one
+_STEP = _C.MAX_DECODE_ROWS  # tokens per forward of the large model: those drafted, and the next one
 
 
 def check_assistant(model: Any) -> None:
@@ -71,7 +72,7 @@ class Assistant(Drafter):
         new = self._text[common:]
         if any(token >= self._vocabulary for token in new):  # unknown to this tokenizer
             return ()
-        self._take_back(len(self._read) - common)
+        self._rewind(len(self._read) - common)
         drafted: list[int] = []
         while len(drafted) < length:
             new = [self._next(new)]
@@ -85,7 +86,7 @@ class Assistant(Drafter):
             self._agreed += 1
         return self._agreed
 
-    def _take_back(self, tokens: int) -> None:
+    def _rewind(self, tokens: int) -> None:
         if self._rewinding is not None:
             self._rewinding.rewind(tokens)
             del self._read[len(self._read) - tokens :]

@@ -18,9 +18,9 @@ _LOSS = 1 / 30
 _MAX_SAVED = 4.0  # in forwards without drafts: limits the budget from earlier gains
 # Correction of a bias: drafts seem up to this much better than they are, since plain forwards between drafts are slower
 # than plain decoding (docs/decisions/0056-speculation.md).
-_FLATTERY = 1.05
-_ODD = 4  # longer durations, in multiples of the usual one, are cut as outliers
-_OFTEN_WHOLE = 0.7  # fraction of the tokens that a forward gives at most; from there on, try a longer draft
+_PLAIN_TIME_CORRECTION = 1.05
+_OUTLIER_FACTOR = 4  # longer durations, in multiples of the usual one, are cut as outliers
+_LONGER_DRAFT_FRACTION = 0.7  # fraction of the tokens that a forward gives at most; from there on, try a longer draft
 
 
 class _Mean:
@@ -67,9 +67,9 @@ class _Drafts:
         """``length``, unless it would not pay even if all drafted tokens were right."""
         seconds = self.seconds[length]
         cannot_pay = seconds.count > 0 and seconds.value >= (length + 1) * worth
-        return self.give_up() if cannot_pay else length
+        return self.back_off() if cannot_pay else length
 
-    def give_up(self) -> int:
+    def back_off(self) -> int:
         self.forget()
         self.wait = self.interval
         self.interval = min(2 * self.interval, _MAX_WAIT)
@@ -103,7 +103,7 @@ class Controller:
     @property
     def _worth(self) -> float:
         """A lower bound of the seconds per token without drafts."""
-        return self._plain.value / _FLATTERY
+        return self._plain.value / _PLAIN_TIME_CORRECTION
 
     def begin(self) -> None:
         for drafts in list(self._drafts.values()):  # another thread's text may add a tier
@@ -128,7 +128,7 @@ class Controller:
         best = max(pays, key=known.__getitem__)
         index = lengths.index(best)
         longer = lengths[index + 1 : index + 2]
-        if longer and longer[0] not in known and drafts.tokens[best].value >= _OFTEN_WHOLE * (best + 1):
+        if longer and longer[0] not in known and drafts.tokens[best].value >= _LONGER_DRAFT_FRACTION * (best + 1):
             return longer[0]
         if drafts.since_review >= _REVIEW:
             return (longer or lengths[max(index - 1, 0) : index] or [best])[0]
@@ -138,7 +138,7 @@ class Controller:
         """Whether drafts of this tier do not pay and may not be retried yet."""
         drafts, known = self._of(tier), self.utilities(tier)
         if known and max(known.values()) <= 1:
-            drafts.give_up()
+            drafts.back_off()
         return drafts.wait > 0
 
     def fitting(self, length: int) -> int:
@@ -155,7 +155,7 @@ class Controller:
         if seconds is not None and self._plain.count >= _PLAIN:
             known = length > 0 and drafts.seconds[length].count >= _TRIAL
             usual = drafts.seconds[length].value if known else (length + 1) * self._plain.value
-            seconds = min(seconds, _ODD * usual)
+            seconds = min(seconds, _OUTLIER_FACTOR * usual)
         if length == 0:
             for each in list(self._drafts.values()):
                 each.wait = max(each.wait - 1, 0)

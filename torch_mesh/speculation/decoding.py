@@ -242,8 +242,8 @@ class _Text:
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each; empty if a running text has none."""
         found: list[list[int]] = []
-        for drafter, goes_on in zip(drafters, self._running(), strict=True):
-            drafted = drafter.draft(length) if goes_on else [int(self._pad or 0)] * length
+        for drafter, is_running in zip(drafters, self._running(), strict=True):
+            drafted = drafter.draft(length) if is_running else [int(self._pad or 0)] * length
             own = list(takewhile(lambda token: token < self._vocabulary, drafted))
             if not own:
                 return [[] for _ in drafters]
@@ -315,9 +315,9 @@ class _Pool:
         """Seconds of stalls and bytes read since the last call."""
         now, stalled, read = [engine.totals() for engine in self._engines], 0, 0
         for after, before in zip(now, self._before, strict=True):
-            goes_on = after["resets"] == before["resets"]
-            stalled += after["stall_nanoseconds"] - goes_on * before["stall_nanoseconds"]
-            read += after["bytes_read"] - goes_on * before["bytes_read"]
+            continues = after["resets"] == before["resets"]
+            stalled += after["stall_nanoseconds"] - continues * before["stall_nanoseconds"]
+            read += after["bytes_read"] - continues * before["bytes_read"]
         self._before = now
         return stalled / 1e9, read
 

@@ -79,7 +79,7 @@ class KeptHeads(MtpCandidateGenerator):
         self._drafted = self._controller.choose(self.num_mtp_layers)
         if not self._drafted:
             if not late and not self.is_main_model_prefill:
-                rows = self._take_back(rows)
+                rows = self._rewind(rows)
             self._unseen.append(rows)
             self._began = began
             return input_ids, None
@@ -100,7 +100,7 @@ class KeptHeads(MtpCandidateGenerator):
             seconds = None if self._began is None else clock() - self._began
             self._controller.observe(self._drafted, int(num_matches), seconds)
 
-    def _take_back(self, rows: Tensor) -> Tensor:
+    def _rewind(self, rows: Tensor) -> Tensor:
         """After a draft: ``rows``, preceded by those of the drafted tokens in the heads' cache. These may have been
         wrong, and are cut from it."""
         if self.num_mtp_layers == 1:  # a single head caches no drafted tokens

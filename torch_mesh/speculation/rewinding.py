@@ -84,7 +84,7 @@ class Rewinding:
     def rewind(self, tokens: int) -> None:
         self._linear.rewind(tokens)
         for layer in self._layers:
-            self._take_back(layer, tokens)
+            self._rewind(layer, tokens)
         self._count_rows()
 
     def go_back(self, length: int) -> None:
@@ -99,9 +99,9 @@ class Rewinding:
                 if cache_state.is_window(layer):
                     layer.cumulative_length = length
             else:
-                self._take_back(layer, max(int(layer.get_seq_length()) - length, 0))
+                self._rewind(layer, max(int(layer.get_seq_length()) - length, 0))
 
-    def _take_back(self, layer: Any, tokens: int) -> None:
+    def _rewind(self, layer: Any, tokens: int) -> None:
         if isinstance(layer, SteadySlidingLayer | GrowingLayer):
             layer.rewind(tokens)
         elif isinstance(layer, StaticLayer):

@@ -325,8 +325,8 @@ def counted_since(before: Stats, now: Stats) -> Stats:
     """
     layers = []
     for layer, old in itertools.zip_longest(now.per_layer, before.per_layer[: len(now.per_layer)]):
-        goes_on = old is not None and _continues(old, layer)
-        layers.append(_changed(layer, old if goes_on else LayerCounters(), operator.sub))
+        continues = old is not None and _continues(old, layer)
+        layers.append(_changed(layer, old if continues else LayerCounters(), operator.sub))
     resizes = Stats() if was_reset(before, now) else before
     return _of_layers(now, layers, {name: getattr(now, name) - getattr(resizes, name) for name in _RESIZES})
 

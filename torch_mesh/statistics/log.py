@@ -16,7 +16,7 @@ from torch_mesh.formats import FORMATS
 from torch_mesh.models.expert_range import ExpertRange
 from torch_mesh.statistics.counters import engine_stats
 from torch_mesh.statistics.machine import describe_machine
-from torch_mesh.statistics.snapshot import look
+from torch_mesh.statistics.snapshot import take_snapshot
 from torch_mesh.system.atomic_files import FILE_MODE
 from torch_mesh.system.background import BackgroundThread
 
@@ -70,7 +70,7 @@ class StatsLog:
                         [self._engines], experts=False, lossy=self._lossy, expert_range=self._expert_range
                     )
                     counted = stats.to_dict(experts=False)
-                    now = look(self._engines, len(stats.per_layer), self._about).to_dict()
+                    now = take_snapshot(self._engines, len(stats.per_layer), self._about).to_dict()
                     self._write({"time": time.time(), "forward": ended, "run": self._name} | now | counted)
         except PoolClosedError:
             pass

@@ -34,6 +34,9 @@ _EARLIER = {
     "fallback_accesses": "stand_ins",
     "prefetches_unused": "prefetches_wasted",
     "unused_prefetch_bytes": "wasted_bytes",
+    "early_accesses": "kept_accesses",
+    "early_hits": "kept_hits",
+    "early": "kept",
 }
 
 

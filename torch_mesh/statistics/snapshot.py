@@ -43,7 +43,7 @@ class Snapshot:
         }
 
 
-def look(engines: Sequence[_C.Engine], layers: int, about: Mapping[str, str]) -> Snapshot:
+def take_snapshot(engines: Sequence[_C.Engine], layers: int, about: Mapping[str, str]) -> Snapshot:
     """The snapshot of a pool: its engine, and that of fallback experts if there is one. Raises PoolClosedError for a
     closed engine."""
     engine = engines[0]

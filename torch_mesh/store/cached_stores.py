@@ -15,7 +15,7 @@ from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import check_sizes, is_of_another_release, is_store, read_manifest
 from torch_mesh.system.atomic_files import locked
 
-_REST = "-rest-"  # dense weights of a quantized checkpoint: patching/checkpoint_source.py
+_REST = re.compile(r"-rest-[0-9a-f]{16}$")  # dense weights of a quantized checkpoint: patching/checkpoint_source.py
 _REMOVED = re.compile(r"(\.removed)+$")
 _HIDDEN = re.compile(r"(\.partial|\.replaced-[0-9a-f]{8})$")  # made by store/folders.py: incomplete, or replaced
 
@@ -98,7 +98,7 @@ def _about(folder: Path) -> tuple[str, str]:
         return what, what
     if folder.parent == prefix_folder():
         return "keys of prompts (prefix cache)", ""
-    if _REST in folder.name:
+    if _REST.search(folder.name):
         return "dense weights of a quantized checkpoint", ""
     if not is_store(folder):
         return "no store", ""  # perhaps a user's: removed by age or by name only

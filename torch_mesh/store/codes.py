@@ -109,7 +109,7 @@ def _layouts(weights: Sequence[Weight], extents: npt.NDArray[np.int64]) -> list[
     first: dict[tuple[Codes | None, str, tuple[int, ...]], int] = {}
     alike: dict[int, int] = {}
     for index in dict.fromkeys(extents[..., 0].flatten().tolist()):
-        codes = weights[index].codes_as_they_are()
+        codes = weights[index].passthrough_codes()
         dtype = "" if codes is not None else weights[index].codes[1].dtype
         alike[index] = first.setdefault((codes, dtype, weights[index].shape), index)
     return [
@@ -123,7 +123,7 @@ def _roles(codes: Codes | None) -> list[str]:
         return ["codes"]
     zeros = None if codes.zeros is None else "zeros"
     scales = None if codes.scales is None else codes.scales.part
-    parts = ("codes", scales, codes.factor, codes.divisor, zeros, codes.in_turn)
+    parts = ("codes", scales, codes.factor, codes.divisor, zeros, codes.group_index)
     return list(dict.fromkeys(filter(None, parts)))
 
 
@@ -131,7 +131,7 @@ def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
     pieces: list[_Piece] = []
     begin = 0
     for weight in weights:
-        pieces.append(_Piece(weight, weight.codes_as_they_are(), begin))
+        pieces.append(_Piece(weight, weight.passthrough_codes(), begin))
         begin += len(pieces[-1].roles)
     return pieces
 
@@ -247,8 +247,8 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
         table["factor"] = piece.locate(codes.factor)
     if codes.divisor is not None:
         table["divisor"] = piece.locate(codes.divisor)
-    if codes.in_turn is not None:
-        table["in_turn"] = piece.locate(codes.in_turn)
+    if codes.group_index is not None:
+        table["group_index"] = piece.locate(codes.group_index)
     if codes.zeros is not None:
         zeros = piece.weight.parts["zeros"][1].bytes
         table["zeros"] = {**piece.locate("zeros"), "value": codes.zeros, "bytes": zeros}

@@ -197,9 +197,10 @@ def _check_options(
     elif weights != "auto" and not is_passthrough(weights):
         raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
     check_group_size_applies(weights, group_size)
-    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
+    is_local = os.path.exists(source)
+    if is_local and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    if keep_original and os.path.exists(source):
+    if keep_original and is_local:
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
 
 

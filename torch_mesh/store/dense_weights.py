@@ -291,12 +291,12 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
 
 
 def _values(weight: Weight, dtype: torch.dtype) -> Dense:
-    turned = weight.layout.turned
-    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
+    is_transposed = weight.layout.is_transposed
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if is_transposed else weight.shape
 
     def values() -> torch.Tensor:
         values = weight.read().to(dtype)
-        return values.mT if turned else values
+        return values.mT if is_transposed else values
 
     return written(weight.name, dtype, shape, values, weight.pieces(None))
 

@@ -322,7 +322,7 @@ class DenseTensor:
         """The tensor's blocks in the file, if it is a matrix of whole rows of blocks whose type linear layers can
         have."""
         parts = (self.weight,) if self.companion is None else (self.weight, self.companion)
-        codes = [part.codes_as_they_are() for part in parts]
+        codes = [part.passthrough_codes() for part in parts]
         if len(self.shape) != 2 or any(
             each is None or len(part.shape) != 2 for each, part in zip(codes, parts, strict=True)
         ):

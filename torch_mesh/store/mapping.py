@@ -231,7 +231,7 @@ class ParameterStacks:
                 )
             if len(tensor.shape) == rank and len(names) == 1:
                 stack = split_experts(file, tensor)
-                if self.weights and self.weights[file].layout.turned:
+                if self.weights and self.weights[file].layout.is_transposed:
                     stack = [matrix.transposed() for matrix in stack]
                 matrices.extend(stack)
             elif len(tensor.shape) == rank - 1:

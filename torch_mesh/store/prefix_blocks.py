@@ -79,7 +79,7 @@ class PrefixBlocks:
         """Write a file, removing the least recently used ones to make room. Returns its bytes; 0 if it exceeds the
         limit. Raises OSError."""
         data = self._packed(name, tensors)
-        if not self._make_room(data.nbytes):
+        if not self._evict_for(data.nbytes):
             return 0
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with new_file(self.folder / name) as file:
@@ -140,7 +140,7 @@ class PrefixBlocks:
             tensors[label] = torch.from_numpy(part).view(dtype).view(shape)
         return tensors
 
-    def _make_room(self, size: int) -> bool:
+    def _evict_for(self, size: int) -> bool:
         if size > self.limit:
             return False
         if self._total + size <= self._list_above:
@@ -170,7 +170,11 @@ def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     for model in folder.iterdir() if folder.is_dir() else ():
         if model.name.startswith(".") or not model.is_dir():  # being removed
             continue
-        for path in model.iterdir():
+        try:
+            paths = list(model.iterdir())
+        except FileNotFoundError:  # another process removed it
+            continue
+        for path in paths:
             try:
                 status = path.stat()
                 if path.name.startswith(".") and now - status.st_mtime > _ABANDONED:

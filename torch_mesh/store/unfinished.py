@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torch_mesh.errors import naming
+from torch_mesh.errors import prefix_errors_with
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
 from torch_mesh.store.journal import JOURNAL_NAME, Journal
@@ -234,7 +234,7 @@ class UnfinishedStore:
             self._last_sync.result()
 
     def _write_record(self, pack: Pack, layer: int, expert: int) -> tuple[int, int, int]:
-        with naming(f"{self._plan.modules[layer]}, expert {expert}"):
+        with prefix_errors_with(f"{self._plan.modules[layer]}, expert {expert}"):
             record = pack(layer, expert).numpy()
         if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
             raise ValueError(

@@ -131,17 +131,17 @@ void Core::read_left_out(const ClaimState& claim) {
       slots_.soft_pin(id, SoftPin::kDeferred, true);
     }
   }
-  const bool placed = claim.waiting == 0 && admits(ReadAhead::kDeferred);
+  const bool may_read = claim.waiting == 0 && admits(ReadAhead::kDeferred);
   for (int32_t index : deferral.experts) {
     const ExpertId id = id_of(claim.layer, index);
     const int32_t present = slots_.find(id);
     if (deferral.fallback) {
-      if (present >= 0 || !placed || !admits(ReadAhead::kHint) || !worth_a_slot(id)) continue;
+      if (present >= 0 || !may_read || !admits(ReadAhead::kHint) || !worth_a_slot(id)) continue;
       slots_.read(id, Urgency::kPrefetch, phase);
     } else if (present >= 0) {
       if (slots_[present].state == SlotState::kLoading) slots_.raise_priority(present);
       slots_.use_prefetched(present);
-    } else if (placed) {
+    } else if (may_read) {
       slots_.read(id, Urgency::kDemand, phase);
     }
   }

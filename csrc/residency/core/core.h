@@ -47,7 +47,7 @@ struct CoreOptions {
   PrefillWindow prefill = PrefillWindow::kAuto;
   int64_t reads_ahead = 1;        // expected or warmed experts that are read at a time
   int32_t slots_per_segment = 0;  // see Sizing
-  bool reads = true;              // false: fill() brings records, which are never evicted
+  bool reads = true;              // false: records come from fill(), and stay
 };
 
 // Kinds of reads that begin before a claim asks for them, by priority.

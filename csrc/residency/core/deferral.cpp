@@ -76,21 +76,21 @@ int64_t reroute_one(std::span<const SlotState> states, std::span<const float> sc
   std::vector<int64_t> by_score(chosen.begin(), chosen.end());
   std::ranges::stable_sort(by_score, std::greater{}, score_of);
   float min = std::numeric_limits<float>::max(), max = std::numeric_limits<float>::lowest();
-  std::vector<int64_t> spare;  // resident and not chosen, the best first
+  std::vector<int64_t> resident;  // resident and not chosen, the best first
   for (size_t expert = 0; expert < scores.size(); ++expert) {
     if (masked(scores[expert])) continue;
     min = std::min(min, scores[expert]);
     max = std::max(max, scores[expert]);
     const auto id = static_cast<int64_t>(expert);
-    if (!cold(id) && std::ranges::find(by_score, id) == by_score.end()) spare.push_back(id);
+    if (!cold(id) && std::ranges::find(by_score, id) == by_score.end()) resident.push_back(id);
   }
-  std::ranges::stable_sort(spare, std::greater{}, score_of);
+  std::ranges::stable_sort(resident, std::greater{}, score_of);
   const float bonus = bias * (max - min);
-  // Compares the worst cold choice with the best spare expert, and so on. The result is what topk
-  // would choose of the scores with the bonus added.
-  auto best = spare.begin();
+  // Compares the worst cold choice with the best resident expert, and so on. The result is what
+  // topk would choose of the scores with the bonus added.
+  auto best = resident.begin();
   int64_t replaced = 0;
-  for (auto at = by_score.rbegin(); at != by_score.rend() - kept && best != spare.end(); ++at) {
+  for (auto at = by_score.rbegin(); at != by_score.rend() - kept && best != resident.end(); ++at) {
     if (!cold(*at)) continue;
     if (!(scores[*best] + bonus > scores[*at])) break;
     *std::ranges::find(chosen, *at) = *best++;

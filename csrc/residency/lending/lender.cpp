@@ -61,7 +61,7 @@ struct Borrower {
   std::vector<std::unique_ptr<Lent>> lent;  // by slot
   std::vector<int32_t> pending = {};        // slots whose record is not there yet
   bool refused = false;                     // its further messages are ignored
-  bool gone = false;
+  bool disconnected = false;
 };
 
 // Whether the peer has closed its end. recv() also returns 0 for an empty packet, and for a worker
@@ -106,7 +106,7 @@ Descriptor lock_folder(const std::string& path) {
 }
 
 // Removes a socket at `path` that no process answers at.
-void make_room(const std::string& path, const sockaddr_un& address) {
+void remove_stale_socket(const std::string& path, const sockaddr_un& address) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0) {
     if (errno == ENOENT) return;
@@ -171,7 +171,7 @@ struct Lender::Impl {
 
   void listen_at(const sockaddr_un& address) {
     const Descriptor locked = lock_folder(path);
-    make_room(path, address);
+    remove_stale_socket(path, address);
     listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (listening.get() < 0) throw_system(path, "make a socket for");
     // No process can connect before listen(), and the mode is set by then.
@@ -201,27 +201,27 @@ struct Lender::Impl {
         } else if (event.data.ptr == &listening) {
           connecting = true;
         } else {
-          hear(event.data.ptr, event.events);
+          on_event(event.data.ptr, event.events);
         }
       }
       std::erase_if(all, [this](const auto& each) {
-        if (each->gone) forget(*each);
-        return each->gone;
+        if (each->disconnected) unwatch(*each);
+        return each->disconnected;
       });
       connected = static_cast<int32_t>(all.size());
-      for (const auto& each : all) answer(*each);
+      for (const auto& each : all) send_ready(*each);
       if (connecting) welcome_one();
     }
     all.clear();
     connected = 0;
   }
 
-  void forget(const Borrower& borrower) const {
+  void unwatch(const Borrower& borrower) const {
     poller.remove(borrower.socket.get());
     if (borrower.process.get() >= 0) poller.remove(borrower.process.get());
   }
 
-  // Called after the slots of borrowers that have gone are released.
+  // Called after the slots of borrowers that have disconnected are released.
   void welcome_one() {
     Descriptor socket(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (socket.get() < 0) {
@@ -254,7 +254,7 @@ struct Lender::Impl {
                            (borrower->process.get() < 0 ||
                             poller.add(borrower->process.get(), EPOLLIN, &borrower->process));
       if (!watched || !lending::send_with(borrower->socket.get(), welcome, shared)) {
-        forget(*borrower);
+        unwatch(*borrower);
         return;
       }
       all.push_back(std::move(borrower));
@@ -263,18 +263,18 @@ struct Lender::Impl {
     }
   }
 
-  void hear(const void* descriptor, uint32_t what) {
+  void on_event(const void* descriptor, uint32_t what) {
     Borrower& borrower = **std::ranges::find_if(all, [descriptor](const auto& each) {
       return descriptor == &each->socket || descriptor == &each->process;
     });
     if (descriptor == &borrower.process || (what & EPOLLHUP) != 0) {
-      borrower.gone = true;
+      borrower.disconnected = true;
     } else if (!borrower.refused) {
-      listen_to(borrower);
+      receive_requests(borrower);
     }
   }
 
-  void listen_to(Borrower& borrower) {
+  void receive_requests(Borrower& borrower) {
     for (int i = 0; i < kRequestsAtOnce && !borrower.refused; ++i) {
       std::array<std::byte, sizeof(Request) + 1> message{};
       const ssize_t count =
@@ -283,10 +283,10 @@ struct Lender::Impl {
       if (count < 0) return;  // nothing is left, or it is closed, which is an event of its own
       Request request;
       std::memcpy(&request, message.data(), sizeof(request));
-      if (count == sizeof(request) && makes_sense(borrower, request)) {
+      if (count == sizeof(request) && is_valid(borrower, request)) {
         lend(borrower, request);
       } else if (count == 0 && is_closed(borrower.socket)) {
-        borrower.gone = true;
+        borrower.disconnected = true;
         return;
       } else {
         refuse(borrower);
@@ -294,15 +294,16 @@ struct Lender::Impl {
     }
   }
 
-  bool makes_sense(const Borrower& borrower, const Request& request) const {
+  bool is_valid(const Borrower& borrower, const Request& request) const {
     return request.slot >= 0 && request.slot < welcome.borrowed && request.layer >= 0 &&
            request.layer < welcome.layers && request.expert >= 0 &&
            request.expert < welcome.experts &&
            std::ranges::find(borrower.pending, request.slot) == borrower.pending.end();
   }
 
-  // The borrower may be reading its loans, which stay until it has gone. An empty packet tells it.
-  // shutdown() would hide from is_closed() whether it has closed its own end.
+  // Loans stay valid until the borrower disconnects, since it may be reading them. An empty packet
+  // tells it that it was refused. shutdown() would hide from is_closed() whether it has closed its
+  // own end.
   void refuse(Borrower& borrower) {
     borrower.refused = true;
     ++refusals;
@@ -320,7 +321,7 @@ struct Lender::Impl {
     if (error) send(borrower, {request.slot, errno_of(*error), 0});
   }
 
-  void answer(Borrower& borrower) {
+  void send_ready(Borrower& borrower) {
     std::erase_if(borrower.pending, [&](int32_t slot) {
       std::unique_ptr<Lent>& lent = borrower.lent[slot];
       ReadyExpert ready{};
@@ -340,7 +341,7 @@ struct Lender::Impl {
     const ssize_t sent =
         ::send(borrower.socket.get(), &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent == sizeof(message)) return;
-    if (errno == EPIPE || errno == ECONNRESET) return;  // it has gone, which is an event of its own
+    if (errno == EPIPE || errno == ECONNRESET) return;  // an event of its own
     refuse(borrower);
   }
 

@@ -28,7 +28,7 @@ using lending::Request;
 using lending::throw_refused;
 using lending::Welcome;
 
-constexpr int32_t kUnderWay = 32;      // requests
+constexpr int32_t kMaxUnderWay = 32;   // requests to the owner at a time
 constexpr int kAskMilliseconds = 100;  // how often the interrupt hook is asked
 constexpr std::chrono::milliseconds kRetryTime{20};
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
@@ -180,7 +180,7 @@ class LentBackend final : public Backend {
                   errno);
     }
     reads_.resize(static_cast<size_t>(loan_.slots()));
-    ended_.reserve(kUnderWay);
+    ended_.reserve(kMaxUnderWay);
     for (int32_t id = 0; id < source.layers * source.experts; ++id) {
       const Extent& extent = *source.expert(id / source.experts, id % source.experts);
       experts_[{extent.file, extent.offset}] = {0, id / source.experts, id % source.experts};
@@ -192,7 +192,7 @@ class LentBackend final : public Backend {
     request.slot = static_cast<int32_t>((read.to - loan_.begin_) / loan_.welcome_.record_bytes);
     loan_.lent_[request.slot] = nullptr;
     reads_[request.slot] = {read.chunk, read.bytes};
-    int error = lost_;
+    int error = disconnect_error_;
     if (error == 0) {
       const ssize_t sent =
           send(loan_.socket_.get(), &request, sizeof(request), MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -217,11 +217,11 @@ class LentBackend final : public Backend {
   }
 
   // Ends reads at once: the owner may never answer, and writes to no memory of this process.
-  void cancel() override { lose(ECANCELED); }
+  void cancel() override { disconnect(ECANCELED); }
 
   void wake() override { wake_up_.wake(); }
   const char* name() const override { return "shared"; }
-  int32_t capacity() const override { return kUnderWay; }
+  int32_t capacity() const override { return kMaxUnderWay; }
 
  private:
   struct UnderWay {
@@ -234,13 +234,13 @@ class LentBackend final : public Backend {
   }
 
   void receive() {
-    while (ended_.size() < kUnderWay) {
+    while (ended_.size() < kMaxUnderWay) {
       Answer answer;
       const ssize_t count =
           recv(loan_.socket_.get(), &answer, sizeof(answer), MSG_DONTWAIT | MSG_TRUNC);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && errno == EAGAIN) return;
-      if (count != sizeof(answer) || !accept(answer)) return lose(ECONNRESET);
+      if (count != sizeof(answer) || !accept(answer)) return disconnect(ECONNRESET);
     }
   }
 
@@ -265,8 +265,8 @@ class LentBackend final : public Backend {
   }
 
   // Ends all reads. Loans stay valid: the owner has gone, or ends them only with the connection.
-  void lose(int error) {
-    if (std::exchange(lost_, error) == 0) poller_.remove(loan_.socket_.get());
+  void disconnect(int error) {
+    if (std::exchange(disconnect_error_, error) == 0) poller_.remove(loan_.socket_.get());
     for (int32_t slot = 0; slot < loan_.slots(); ++slot) {
       if (reads_[slot].chunk >= 0) end(slot, -error);
     }
@@ -278,13 +278,14 @@ class LentBackend final : public Backend {
   std::map<std::pair<int32_t, int64_t>, Request> experts_;  // by file and offset
   std::vector<UnderWay> reads_;                             // by slot
   std::vector<ChunkResult> ended_;                          // not returned by wait() yet
-  int lost_ = 0;                                            // an errno: the owner answers no more
+  int disconnect_error_ = 0;                                // an errno: the owner answers no more
 };
 
 Owned<Reader> Loan::open_reader(const ReaderOptions& options, const Source& source,
                                 std::span<const MemoryRegion>, Reader::Done done) {
   ReaderOptions whole = options;
   whole.chunk_bytes = welcome_.record_bytes;
+  whole.max_bytes_under_way = kMaxUnderWay * welcome_.record_bytes;
   const auto files = std::make_shared<const FileTable>(source.files, /*direct=*/false);
   return open_reader_over(std::make_unique<LentBackend>(*this, source), whole, files,
                           std::move(done), /*buffered=*/false, {});

@@ -233,9 +233,7 @@ void Arena::fault_in(int64_t segment) const {
     throw_no_memory(count, piece_bytes_, "that is more than is free", ENOMEM);
   }
   const int error = populate(region.data, region.bytes);
-  if (error == 0) return;
-  drop(segment);
-  throw_no_memory(count, piece_bytes_, strerror(error), error);
+  if (error != 0) throw_no_memory(count, piece_bytes_, strerror(error), error);
 }
 
 }  // namespace torch_mesh

@@ -43,8 +43,8 @@ class Arena final : public SlotMemory {
     return static_cast<int32_t>(index / pieces_per_segment_ % nodes_);
   }
   // For private memory: drop() returns a segment's pages to the system and keeps its addresses.
-  // fault_in() fills them with zeros; without enough memory it throws Error(kMemory), and keeps
-  // none.
+  // fault_in() fills them with zeros; without enough memory it throws Error(kMemory), after which
+  // the caller drops what it got.
   void drop(int64_t segment) const override;
   void fault_in(int64_t segment) const override;
   int64_t bytes() const { return count_ * piece_bytes_; }  // of all segments, dropped or not

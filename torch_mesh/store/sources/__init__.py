@@ -111,9 +111,9 @@ def nearest(weights: Sequence[Weight]) -> Nearest:
     found = list(dict.fromkeys(weight.rounded() for weight in matrices))
     if all(choice.weights == "bf16" for choice in found):
         return max(found, key=lambda choice: choice.error)
-    if len({choice.weights for choice in found}) > 1 or all(weight.codes_as_they_are() for weight in matrices):
+    if len({choice.weights for choice in found}) > 1 or all(weight.passthrough_codes() for weight in matrices):
         return in_int8("no record holds the formats of all of them")
-    return next(weight.rounded() for weight in matrices if not weight.codes_as_they_are())
+    return next(weight.rounded() for weight in matrices if not weight.passthrough_codes())
 
 
 def own_quantization(folder: Path) -> dict[str, Any] | None:

@@ -72,7 +72,9 @@ class Gptq(Layout):
         zeros, scale = zeros.t().float(), scale.t()
         groups = scale.shape[1]
         order = None if "order" not in parts else group_order(parts["order"], groups)
-        if order is None or (is_multiple(columns, groups) and bool((order == _in_turn(columns, groups)).all())):
+        if order is None or (
+            is_multiple(columns, groups) and bool((order == _sequential_groups(columns, groups)).all())
+        ):
             grouped = values.view(rows, groups, columns // groups)
             grouped -= zeros.unsqueeze(-1)
             grouped *= scale.unsqueeze(-1)
@@ -97,7 +99,7 @@ class Gptq(Layout):
             run_bytes=4 * rows,
             row_bytes=4,
             flip=0 if self._bits == 4 else 0x80,
-            in_turn="order" if "order" in parts else None,
+            group_index="order" if "order" in parts else None,
             zeros=middle - (0x11 if self._bits == 4 else 1) if self._one_less else middle,
         )
 
@@ -108,5 +110,5 @@ class Gptq(Layout):
         return self._symmetric and not self._ordered and is_multiple(shape[1], parts["scale"].shape[0])
 
 
-def _in_turn(columns: int, groups: int) -> torch.Tensor:
+def _sequential_groups(columns: int, groups: int) -> torch.Tensor:
     return torch.arange(columns, device="cpu") // (columns // groups)

@@ -93,7 +93,7 @@ class Codes:
     factor: str | None = None  # the part that multiplies all scales
     divisor: str | None = None  # the part that divides them
     zeros: int | None = None  # required value of each byte of the part 'zeros', since codes are symmetric
-    in_turn: str | None = None  # the part whose values have to show that groups are in order
+    group_index: str | None = None  # the part whose values have to show that groups are in order
 
 
 # Groups of 32 have the least error for their bytes: docs/decisions/0040.
@@ -143,7 +143,7 @@ class Layout(ABC):
     required: ClassVar[frozenset[str]] = frozenset()  # roles besides the codes
     dtype: str | None = None  # of the codes, if it tells this layout from others
     scale_dtypes: ClassVar[Sequence[str]] = ()  # dtypes of the part 'scale', if they tell this layout from others
-    turned: ClassVar[bool] = False  # ``read`` gives the transpose of the model's weight
+    is_transposed: ClassVar[bool] = False  # ``read`` gives the transpose of the model's weight
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         """The unquantized name of the weight with the codes tensor ``name``; None if ``name`` is not of this layout."""
@@ -209,7 +209,7 @@ class Weight:
     def rounded(self) -> Nearest:
         return self.layout.rounded(self._headers(), self.shape)
 
-    def codes_as_they_are(self) -> Codes | None:
+    def passthrough_codes(self) -> Codes | None:
         return self.layout.codes(self._headers(), self.shape)
 
     def part(self, role: str, expert: int | None) -> tuple[Path, Tensor]:

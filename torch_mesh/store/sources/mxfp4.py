@@ -49,7 +49,7 @@ class Mxfp4Blocks(Mxfp4):
 
     ending = "_blocks"
     others: ClassVar = {"scale": ["_scales"]}
-    turned = True
+    is_transposed = True
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 4)
