@@ -99,7 +99,6 @@ def replay_ranks(
     experts: int,
     policy: str,
     slots: int,
-    scores: npt.NDArray[np.float32] | None = None,
     lookahead: npt.NDArray[np.float32] | None = None,
     sequences: npt.NDArray[np.int64] | None = None,
     forwards: npt.NDArray[np.int64] | None = None,
@@ -114,7 +113,7 @@ def replay_ranks(
     """As ``replay``, for ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each
     layer; a result for each.
 
-    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], in each
+    ``ids`` [ranks, tokens, layers, top_k], ``lookahead`` [ranks, tokens, layers, experts], in each
     rank's own numbering; ``exchange_seconds`` [forwards, layers], after the last rank has computed.
     """
 

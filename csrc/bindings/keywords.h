@@ -13,10 +13,13 @@ namespace torch_mesh {
 // that nothing has read.
 class Keywords {
  public:
-  // Copies `given`, which keeps alive what take() returns pointers into.
+  // Copies `given`: the caller's dict stays whole, and keeps alive what take() returns pointers
+  // into.
   Keywords(const char* whose, const pybind11::dict& given)
       : whose_(whose),
-        left_(pybind11::reinterpret_steal<pybind11::dict>(PyDict_Copy(given.ptr()))) {}
+        left_(pybind11::reinterpret_steal<pybind11::dict>(PyDict_Copy(given.ptr()))) {
+    if (!left_) throw pybind11::error_already_set();
+  }
 
   template <typename T>
   T take(const char* name) {

@@ -73,7 +73,6 @@ struct Arguments {
 
   Arguments(Keywords given, bool ranks)
       : experts(given.take<int32_t>("experts")),
-        scores(given.take<std::optional<Array<float>>>("scores", {})),
         lookahead(given.take<std::optional<Array<float>>>("lookahead", {})),
         sequences(given.take<std::optional<Array<int64_t>>>("sequences", {})),
         forwards(given.take<std::optional<Array<int64_t>>>("forwards", {})) {
@@ -100,6 +99,7 @@ struct Arguments {
     options.seed = given.take<uint64_t>("seed", 0);
     options.soft_pins = soft_pin_options(given);
     options.deferred = given.take<int32_t>("deferred", 0);
+    scores = given.take<std::optional<Array<float>>>("scores", {});
   }
 };
 
@@ -141,11 +141,9 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
   }
   const Arguments given(Keywords("replay_ranks()", arguments), /*ranks=*/true);
   const int32_t ranks = dimension(ids, 0);
-  for (const auto& [name, scores] :
-       {std::pair("scores", &given.scores), std::pair("lookahead", &given.lookahead)}) {
-    if (*scores && ((*scores)->ndim() != 4 || (*scores)->shape(0) != ranks)) {
-      throw_invalid(name, " must be [ranks, tokens, layers, experts]");
-    }
+  const std::optional<Array<float>>& lookahead = given.lookahead;
+  if (lookahead && (lookahead->ndim() != 4 || lookahead->shape(0) != ranks)) {
+    throw_invalid("lookahead must be [ranks, tokens, layers, experts]");
   }
   std::vector<RoutingTrace> traces;
   for (int32_t rank = 0; rank < ranks; ++rank) traces.push_back(trace_of(ids, given, rank, ranks));

@@ -1,7 +1,6 @@
 // promote, prefetch, evict and residency.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/softmax.h>
 #include <torch/library.h>
 
 #include <vector>

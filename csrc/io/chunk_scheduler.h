@@ -17,7 +17,7 @@ namespace torch_mesh {
 class ChunkScheduler {
  public:
   ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries,
-                 int64_t max_bytes_under_way = ReaderOptions{}.max_bytes_under_way);
+                 int64_t max_bytes_under_way);
 
   void add(const ReadRequest& request);  // std::bad_alloc changes nothing
   void raise_priority(uint64_t tag);

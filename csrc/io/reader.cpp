@@ -48,7 +48,8 @@ class EngineReader final : public Reader {
         notes_(std::move(notes)),
         backend_(std::move(backend)),
         done_(std::move(done)),
-        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
+        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries,
+                   options.max_bytes_under_way),
         results_(backend_->capacity()) {
     thread_ = start_thread("the I/O thread", [this] { run(); });
   }
@@ -339,6 +340,8 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
   check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kMaxChunk);
   check_range("number of threads", options.threads, 1, 256);
   check_range("number of retries", options.retries, 0, 100);
+  check_range("max_bytes_under_way", options.max_bytes_under_way, 1,
+              std::numeric_limits<int64_t>::max());
   check_range("number of files", files, 1, std::numeric_limits<int32_t>::max());
   if (options.chunk_bytes % kChunkUnit != 0) {
     throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,

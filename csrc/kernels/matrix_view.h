@@ -54,8 +54,8 @@ struct CodesView {
   const std::byte* zeros = nullptr;
   int64_t zeros_bytes = 0;
   uint8_t zero = 0;
-  const std::byte* group_index =
-      nullptr;  // int32: the group of each input (GPTQ's g_idx); must ascend
+  // int32: the group of each input (GPTQ's g_idx); refused unless it is input / group size.
+  const std::byte* group_index = nullptr;
 };
 
 // One expert. `gate` is absent in a record that is not gated. A bias is a matrix of one column.

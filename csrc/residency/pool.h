@@ -160,9 +160,8 @@ class Pool {
   int32_t first_expert() const { return source_.first_expert; }
   int32_t routed_experts() const { return std::max(experts(), source_.routed_experts); }
   int32_t slots() const { return locked_core()->slots().limit(); }  // that may be used now
-  bool covers_all() const {
-    return locked_core()->slots().covers_all();
-  }  // a slot for every expert
+  // Whether there is a slot for every expert now.
+  bool covers_all() const { return locked_core()->slots().covers_all(); }
   int32_t min_slots() const { return options_.min_slots; }
   int32_t max_slots() const { return options_.slots; }
   int32_t segment_slots() const {  // slots of a segment of memory

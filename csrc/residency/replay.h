@@ -25,7 +25,8 @@ struct RoutingTrace {
   // [tokens][layers][top_k], distinct within a layer. kOtherRank stands for an expert of another
   // rank, behind all those of this one.
   std::span<const int32_t> ids;
-  std::span<const float> scores;     // [tokens][layers][experts], router probabilities; or empty
+  std::span<const float>
+      scores;  // [tokens][layers][experts], router probabilities, for deferral; or empty
   std::span<const float> lookahead;  // as scores: of `layer`, predicted one layer before; or empty
   std::span<const int64_t> sequences;  // first token of each, ascending; or empty: one sequence
   // First token of each forward, ascending from 0; or empty: each token is a decode step.

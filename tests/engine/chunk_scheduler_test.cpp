@@ -19,6 +19,7 @@ namespace {
 using testing::fresh_seed;
 
 constexpr int64_t kUnit = 512;
+constexpr int64_t kMaxBytes = 6 << 20;
 
 ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency urgency) {
   static std::byte anywhere;
@@ -32,11 +33,11 @@ ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency u
 
 // Asserts are on in the library that the tests link, as in the one that ships.
 TEST(ChunkSchedulerDeathTest, AssertsAreCompiledIn) {
-  EXPECT_DEATH(ChunkScheduler(0, 4096, kUnit, 0), "depth > 0");
+  EXPECT_DEATH(ChunkScheduler(0, 4096, kUnit, 0, kMaxBytes), "depth > 0");
 }
 
 TEST(ChunkScheduler, DepthIsNeverExceeded) {
-  ChunkScheduler scheduler(2, 4096, kUnit, 0);
+  ChunkScheduler scheduler(2, 4096, kUnit, 0, kMaxBytes);
   scheduler.add(plain_request(1, 0, 4 * 4096, Urgency::kDemand));
   const auto first = scheduler.next();
   ASSERT_TRUE(first && scheduler.next());
@@ -47,7 +48,7 @@ TEST(ChunkScheduler, DepthIsNeverExceeded) {
 }
 
 TEST(ChunkScheduler, ShortReadResumesOnTheAlignedByteBefore) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 0);
+  ChunkScheduler scheduler(1, 4096, kUnit, 0, kMaxBytes);
   scheduler.add(plain_request(1, 8192, 4096, Urgency::kDemand));
   scheduler.complete(scheduler.next()->chunk, 1000);
   const auto rest = scheduler.next();
@@ -59,7 +60,7 @@ TEST(ChunkScheduler, ShortReadResumesOnTheAlignedByteBefore) {
 }
 
 TEST(ChunkScheduler, FileThatEndsWithinABlockIsNotReadForever) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 0);
+  ChunkScheduler scheduler(1, 4096, kUnit, 0, kMaxBytes);
   scheduler.add(plain_request(1, 8192, 4096, Urgency::kDemand));
   std::optional<ChunkRead> read;
   int32_t attempts = 0;
@@ -73,7 +74,7 @@ TEST(ChunkScheduler, FileThatEndsWithinABlockIsNotReadForever) {
 }
 
 TEST(ChunkScheduler, FailedRequestIsReportedWhenItsLastChunkIsBack) {
-  ChunkScheduler scheduler(2, 4096, kUnit, 0);
+  ChunkScheduler scheduler(2, 4096, kUnit, 0, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kDemand));
   const auto first = scheduler.next(), second = scheduler.next();
   scheduler.complete(second->chunk, -EIO);
@@ -87,7 +88,7 @@ TEST(ChunkScheduler, FailedRequestIsReportedWhenItsLastChunkIsBack) {
 }
 
 TEST(ChunkScheduler, MediumErrorIsNotTakenForTheEndOfTheFile) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 1);
+  ChunkScheduler scheduler(1, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
   scheduler.complete(scheduler.next()->chunk, -ENODATA);
   scheduler.complete(scheduler.next()->chunk, -ENODATA);
@@ -95,7 +96,7 @@ TEST(ChunkScheduler, MediumErrorIsNotTakenForTheEndOfTheFile) {
 }
 
 TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 5);
+  ChunkScheduler scheduler(1, 4096, kUnit, 5, kMaxBytes);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
   scheduler.complete(scheduler.next()->chunk, -EBADF);
   EXPECT_FALSE(scheduler.next());
@@ -104,7 +105,7 @@ TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
 
 TEST(ChunkScheduler, FinalErrorIsNeitherRepeatedNorRenamed) {
   for (const int error : {ENODATA, EIO, ENOMEM}) {
-    ChunkScheduler scheduler(1, 4096, kUnit, 5);
+    ChunkScheduler scheduler(1, 4096, kUnit, 5, kMaxBytes);
     scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
     scheduler.complete(scheduler.next()->chunk, -error, /*final=*/true);
     EXPECT_FALSE(scheduler.next());
@@ -113,7 +114,7 @@ TEST(ChunkScheduler, FinalErrorIsNeitherRepeatedNorRenamed) {
 }
 
 TEST(ChunkScheduler, WindowReadsRankBetweenDemandAndPrefetchAndUseTheWholeDepth) {
-  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  ChunkScheduler scheduler(8, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kPrefetch));
   scheduler.add(plain_request(2, int64_t{1} << 20, 5 * 4096, Urgency::kWindow));
   scheduler.add(plain_request(3, int64_t{2} << 20, 4096, Urgency::kDemand));
@@ -139,7 +140,7 @@ TEST(ChunkScheduler, WindowReadsRankBetweenDemandAndPrefetchAndUseTheWholeDepth)
 
 TEST(ChunkScheduler, PrefetchBeginsOnlyBelowTwoMiBInFlight) {
   constexpr int64_t kMiB = 1 << 20;
-  ChunkScheduler scheduler(16, kMiB, kUnit, 1);
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8 * kMiB, Urgency::kPrefetch));
   scheduler.add(plain_request(2, 64 * kMiB, 2 * kMiB, Urgency::kDemand));
   const auto first = scheduler.next(), second = scheduler.next();
@@ -165,7 +166,7 @@ TEST(ChunkScheduler, BytesUnderWayAreLimited) {
 }
 
 TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {
-  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  ChunkScheduler scheduler(2, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
   const auto first = scheduler.next(), second = scheduler.next();
   scheduler.complete(first->chunk, -EIO);  // to be repeated
@@ -176,7 +177,7 @@ TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {
 }
 
 TEST(ChunkScheduler, RaisedWindowReadGoesBehindQueuedDemand) {
-  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  ChunkScheduler scheduler(8, 4096, kUnit, 1, kMaxBytes);
   for (const uint64_t tag : {1, 2}) {
     scheduler.add(plain_request(tag, static_cast<int64_t>(tag) * 4096, 4096, Urgency::kWindow));
   }
@@ -186,7 +187,7 @@ TEST(ChunkScheduler, RaisedWindowReadGoesBehindQueuedDemand) {
 }
 
 TEST(ChunkScheduler, DemandGoesBeforeARetriedPrefetch) {
-  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  ChunkScheduler scheduler(2, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
   scheduler.complete(scheduler.next()->chunk, -EIO);
   scheduler.add(plain_request(2, 8192, 4096, Urgency::kDemand));
@@ -197,7 +198,7 @@ TEST(ChunkScheduler, DemandGoesBeforeARetriedPrefetch) {
 }
 
 TEST(ChunkScheduler, RaisedPriorityAppliesToChunksInFlight) {
-  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  ChunkScheduler scheduler(2, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
   const auto first = scheduler.next();
   scheduler.raise_priority(1);
@@ -207,7 +208,7 @@ TEST(ChunkScheduler, RaisedPriorityAppliesToChunksInFlight) {
 }
 
 TEST(ChunkScheduler, CancelReportsRequestsThatNeverStarted) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 3);
+  ChunkScheduler scheduler(1, 4096, kUnit, 3, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
   scheduler.add(plain_request(2, 0, 8192, Urgency::kPrefetch));
   const auto first = scheduler.next();
@@ -227,7 +228,7 @@ TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
   std::mt19937_64 random(seed);
   const auto up_to = [&](int64_t max) { return static_cast<int64_t>(random() % (max + 1)); };
   constexpr int32_t kDepth = 5;
-  ChunkScheduler scheduler(kDepth, 4096, kUnit, 100);
+  ChunkScheduler scheduler(kDepth, 4096, kUnit, 100, kMaxBytes);
   std::vector<int32_t> reported(2000);
   std::vector<ChunkRead> under_way;
   size_t added = 0;

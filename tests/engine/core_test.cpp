@@ -318,15 +318,15 @@ class Driver {
   void hint() {
     const int32_t layer = below(shape_.layers);
     const auto phase = static_cast<Phase>(below(3));
-    switch (below(4)) {
+    switch (below(3)) {
       case 0:
         core_.prefetch(layer, some_experts(4), phase);
         break;
       case 1:
-      case 2:
         core_.expect(layer, some_experts(4), phase);
         break;
       default:
+        core_.expect(layer, some_experts(4), phase);
         if (one_in(10)) core_.warm_up();
     }
     after("a hint");

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
@@ -18,6 +19,7 @@
 #include <thread>
 
 #include "reader_fixture.h"
+#include "testing/forwarding_backend.h"
 
 namespace torch_mesh {
 namespace {
@@ -166,6 +168,43 @@ TEST_P(ReaderTest, DemandOvertakesQueuedPrefetch) {
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 9, 1, 2, 3}));
 }
 
+TEST_P(ReaderTest, BytesUnderWayAreThoseOfTheOptions) {
+  class Counting final : public ForwardingBackend {
+   public:
+    Counting(std::unique_ptr<Backend> inner, std::atomic<int32_t>& max_chunks)
+        : ForwardingBackend(std::move(inner)), max_chunks_(max_chunks) {}
+    void submit(const ChunkRead& read) override {
+      max_chunks_ = std::max(max_chunks_.load(), ++chunks_);
+      inner_->submit(read);
+    }
+    int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
+      const int32_t count = inner_->wait(timeout, results);
+      chunks_ -= count;
+      return count;
+    }
+
+   private:
+    std::atomic<int32_t>& max_chunks_;
+    int32_t chunks_ = 0;
+  };
+  const TempFile file(8 * kChunk, seed_);
+  const Memory memory(file.bytes());
+  for (const int32_t chunks : {1, 3}) {
+    std::atomic<int32_t> max_chunks = 0;
+    ReaderOptions limited = options();
+    limited.max_bytes_under_way = chunks * kChunk;
+    limited.interpose = [&](std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable>) {
+      return std::make_unique<Counting>(std::move(inner), max_chunks);
+    };
+    Reports reports;
+    const auto reader =
+        open_reader(limited, std::array{file.file()}, std::array{memory.region()}, reports.done());
+    submit(*reader, request_for(1, 0, 0, file.bytes(), memory.at(0)));
+    reports.wait_for(1);
+    EXPECT_EQ(max_chunks, chunks);
+  }
+}
+
 TEST_P(ReaderTest, RaisedPrefetchOvertakesTheOthers) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(4 * kChunk);
@@ -302,6 +341,7 @@ TEST_P(ReaderTest, WrongOptionsAreRefused) {
   refused("chunk_bytes", [](ReaderOptions& bad) { bad.chunk_bytes = int64_t{2} << 30; });
   refused("threads", [](ReaderOptions& bad) { bad.threads = 0; });
   refused("retries", [](ReaderOptions& bad) { bad.retries = -1; });
+  refused("max_bytes_under_way", [](ReaderOptions& bad) { bad.max_bytes_under_way = 0; });
   expect_error(ErrorKind::kInvalid, "probability", [] { with_faults({.eio_once = 1.5}); });
   expect_error(ErrorKind::kInvalid, "probability", [] { with_faults({.delay = std::nan("")}); });
 }

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import warm
@@ -174,7 +175,7 @@ def test_the_source_is_never_replaced(tmp_path: Path, mesh_tiny: Path) -> None:
 
 def test_a_model_of_the_hub_is_no_folder_in_the_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(Exception) as caught:
         convert("owner/absent", "owner", "int8")
     assert "owner/absent" in str(caught.value) and "cannot replace" not in str(caught.value)

@@ -51,7 +51,7 @@ def _views() -> tuple[list[int], dict[str, Any]]:
 def _pack(sizes: list[int], views: dict[str, Any], format: str = "int4", group_size: int = 32) -> bytes:
     pieces = [bytearray(size) for size in sizes]
     for part in ("up", "down"):
-        turn = views[part].get("group_index")
+        turn = views.get(part, {}).get("group_index")
         if turn is not None and turn["piece"] < len(pieces):
             columns = HIDDEN if part == "up" else INTERMEDIATE
             order = (torch.arange(columns, dtype=torch.int32) // 32).numpy().tobytes()

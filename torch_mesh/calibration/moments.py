@@ -18,7 +18,7 @@ from torch_mesh.errors import MeshError
 # Chosen by perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
 DAMPING = 0.1
 PRIOR = 1.0
-PRIOR_DAMPING = 1.0
+PRIOR_DAMPING = 1.0  # "doubt" in METHOD and docs/decisions/0057
 METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR} doubt={PRIOR_DAMPING}"  # changes whenever records would
 _AT_ONCE = 4096  # rows in fp32
 _SAMPLE = 512  # rows of a layer, for the intermediates of experts that did not see them

@@ -394,7 +394,7 @@ def _no_address(weight: PackedWeight) -> int:
 
 def _set_data(weight: PackedWeight, value: torch.Tensor) -> None:
     if not weight._same_storage(value):
-        raise weight._refuse("Other data was to be put into")
+        raise weight._refuse("Cannot assign other data to")
 
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:

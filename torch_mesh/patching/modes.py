@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.gpu.choosing import check_gpu_weights
-from torch_mesh.gpu.placement import Placement
+from torch_mesh.gpu.placement import Placement, check_beside_gpu
 from torch_mesh.gpu.placing import move_experts
 from torch_mesh.hf.attention import check_attention, install_attention
 from torch_mesh.hf.compile import uninstall_compile
@@ -60,6 +60,14 @@ class Mode:
     install: Callable[[Any], object] = lambda patching: None
     uninstall: Callable[[nn.Module], object] = lambda model: None
     before_pool: bool = False  # installed before the pool, which gets the remaining memory
+
+
+def _check_gpu(patching: Patching) -> None:
+    config = patching.config
+    check_gpu_weights(config.gpu, patching.source.only_format)
+    wanted = config.gpu.experts
+    if (isinstance(wanted, tuple) and any(map(any, wanted))) or (isinstance(wanted, int) and wanted > 0):
+        check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
 
 
 def _install_tables(patching: Patching) -> None:
@@ -159,7 +167,7 @@ MODES = (
     # Uninstalled with the layers.
     Mode(
         "gpu",
-        check=lambda p: check_gpu_weights(p.config.gpu, p.source.only_format),
+        check=_check_gpu,
         install=lambda p: move_experts(p.layers, p.pool, p.placement, p.gpu_pool),
     ),
     Mode("unpooled", install=lambda p: warn_of_unpooled(p.model, p.layers)),

@@ -69,7 +69,7 @@ def assemble(
         stored_layers=source.layers,
         layer_indices=source.layer_indices,
     )
-    if placement.count > 0:
+    if placement.count > 0:  # "auto" may have placed some
         check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
     if placement.needs_pool(source.weights):
         source.check_other(placement.weights)

@@ -69,7 +69,7 @@ class Row:
     recall: float | None  # of the predictor, at the number of requested experts
     decision_ns: float  # CPU time per access in policy, predictor and slot table
     tokens_per_second: float | None
-    early_hit_rate: float | None  # of experts that early_experts keeps, over the whole trace
+    early_hit_rate: float | None  # of experts that early_experts soft-pins, over the whole trace
     other_hit_rate: float | None  # of all others
 
     def to_dict(self) -> dict[str, object]:

@@ -114,7 +114,7 @@ class PrefixCache:
         self._finalizer()
 
     def flush(self) -> None:
-        """Return when everything given to ``save`` is written."""
+        """Return when everything given to ``save`` is written. After ``close`` nothing is."""
         self._writer.flush()
 
     def refresh(self) -> None:
@@ -300,6 +300,8 @@ class _Writer:
         if self._thread is None:
             self._thread = BackgroundThread(self._run, "torch-mesh-prefixes")
         self._jobs.put(job)
+        if self._ended:  # meanwhile, maybe before there was a thread to end
+            self._jobs.put(None)
 
     def flush(self) -> None:
         """Wait until what was added is written, or the thread has ended."""

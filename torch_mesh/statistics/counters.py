@@ -65,7 +65,7 @@ class Counters:
 
     @property
     def early_hit_rate(self) -> float | None:
-        """Hits per access to experts that ``residency.early_experts`` keeps; None without accesses."""
+        """Hits per access to experts that ``residency.early_experts`` soft-pins; None without accesses."""
         return self.early_hits / self.early_accesses if self.early_accesses else None
 
     @property

@@ -19,7 +19,6 @@
 #include <memory>
 #include <new>
 #include <numeric>
-#include <utility>
 
 #include "residency/policies/coldest_by_layer.h"
 
