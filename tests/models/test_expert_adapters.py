@@ -534,13 +534,13 @@ def test_describe_training_counts_what_trains_of_an_adapter() -> None:
 
 def test_ranks_above_the_kernels_limit_are_refused_with_the_layer(ids: torch.Tensor) -> None:
     patched = torch_mesh.patch(_build(), resident=0.3)
-    with pytest.raises(MeshError, match=r"layers\.0\.mlp\.experts\.\w+ .*rank 1025.*at most 1,024"):
+    with pytest.raises(MeshError, match=r"layers\.0\.mlp\.experts\.\w+ add up to 1025.*at most 1,024"):
         _adapted(copy.deepcopy(patched), r=1025)
     model = _adapted(patched, r=600)
     model.add_adapter("second", dataclasses.replace(model.peft_config["default"], r=425))
     logits_of(model, ids)
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(MeshError, match=r"layers\.0\.mlp\.experts\.\w+ .*rank 1025.*at most 1,024"):
+    with pytest.raises(MeshError, match=r"layers\.0\.mlp\.experts\.\w+ add up to 1025.*at most 1,024"):
         logits_of(model, ids)
 
 

@@ -196,7 +196,7 @@ def test_memory_of_an_evicted_source_is_the_conversations_own(
             raise RequestTooLongError("no room")
 
     monkeypatch.setattr(kept, "admission", SimpleNamespace(check=check))
-    kept._make_room(tokens[:30], 5, taken)
+    kept._evict_for(tokens[:30], 5, taken)
     assert held == [0, taken.nbytes]
 
 

@@ -152,7 +152,7 @@ def test_an_interrupted_run_says_how_to_continue_and_nothing_else(folder: Path, 
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "no JSON"),
-    "a list": ([1], "no JSON object"),
+    "a list": ([1], "not a JSON object"),
     "nothing asked": ({"max_tokens": 3}, "none of messages, prompt"),
     "a twin": (_line("fine", prompt="Hello"), "line 1 too"),
     "another method": (_line("a", prompt="Hello") | {"method": "GET"}, "give POST"),

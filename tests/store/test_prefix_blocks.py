@@ -64,7 +64,7 @@ def test_tensors_read_back_as_written(blocks: PrefixBlocks, rng: np.random.Gener
 def test_damaged_and_foreign_files_read_as_none_and_are_removed(
     blocks: PrefixBlocks, damage: str, rng: np.random.Generator, tmp_path: Path
 ) -> None:
-    for _ in range(20):
+    for turn in range(20):
         written = _some(rng)
         blocks.write("a", written)
         path = blocks.folder / "a"
@@ -82,7 +82,7 @@ def test_damaged_and_foreign_files_read_as_none_and_are_removed(
             data = bytearray(len(data))
         name = "b" if damage == "renamed" else "a"
         if damage == "moved":
-            blocks = PrefixBlocks(tmp_path / f"other-{at}", PLENTY)
+            blocks = PrefixBlocks(tmp_path / f"other-{turn}", PLENTY)
             blocks.folder.mkdir(exist_ok=True)
         (blocks.folder / name).write_bytes(data)
         assert blocks.read(name) is None
