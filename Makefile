@@ -24,7 +24,7 @@ FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || e
 
 # Kernels and packing run on one thread, where ThreadSanitizer has nothing to find and takes half an hour. It stops a
 # forked child whose thread gets the id of one of the parent's, as in LockedMemoryLimitOfAnotherUser.
-NOT_FOR_TSAN := Accuracy.*:Activations.*:ExpertFfn.*:Gemm.*:KernelTables.*:Linear.*:Pack*.*:RecordLayout.*:Unpack.*:ExactProducts.*:*.LockedMemoryLimitOfAnotherUser/*
+NOT_FOR_TSAN := Accuracy.*:Activations.*:ExpertFfn.*:KernelTables.*:Linear.*:Pack*.*:RecordLayout.*:Unpack.*:ExactProducts.*:*.LockedMemoryLimitOfAnotherUser/*
 
 .NOTPARALLEL:
 .PHONY: help build build-test build-gpu build-dev wheel engine-tests docs notebooks demo test test-python test-thorough test-all test-versions test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean

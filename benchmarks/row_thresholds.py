@@ -1,5 +1,5 @@
-"""Claim: the numbers of rows from which a product uses another kernel (few rows, panels, the processor's tiles or
-torch's brgemm) are well chosen: no number of rows takes more than 1.15 x the time of the faster kernel.
+"""Claim: the numbers of rows from which a product uses another kernel (few rows, panels, the processor's tiles)
+are well chosen: no number of rows takes more than 1.15 x the time of the faster kernel.
 
 Each format is measured with this processor's instruction set, or those of ``--isa``, on one thread, with a matrix
 larger than any cache. The thresholds are constants of the kernel tables (csrc/kernels), since results must not depend
@@ -33,15 +33,12 @@ FORMATS = {
 HIDDEN = 2048
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 SLACK = 1.15
-NO_ROWS = 2**31 - 1  # threshold of a kernel that is never used, kNoRows in csrc/kernels/kernel_table.h
 
 
 def selected_kernel(thresholds: Mapping[str, int], rows: int) -> str:
-    """Return the kernel that the table selects. Of those whose threshold is reached, tiles and gemm come before panels,
-    and panels before few."""
-    return next(
-        kernel for kernel in ("tiles", "gemm", "panels", "few") if kernel in thresholds and rows >= thresholds[kernel]
-    )
+    """Return the kernel that the table selects. Of those whose threshold is reached, tiles come before panels, and
+    panels before few."""
+    return next(kernel for kernel in ("tiles", "panels", "few") if kernel in thresholds and rows >= thresholds[kernel])
 
 
 def measured_threshold(seconds: Mapping[str, Sequence[float]], kernel: str) -> int | None:
@@ -81,10 +78,7 @@ def add_rows(report: Report, name: str, thresholds: Mapping[str, int], seconds: 
     fastest = [min(times) for times in zip(*seconds.values(), strict=True)]
     worst = max(range(len(ROWS)), key=lambda index: taken[index] / fastest[index])
     descriptions = [
-        (
-            f"{kernel} {'never' if thresholds[kernel] == NO_ROWS else f'from {thresholds[kernel]}'} (measured: "
-            f"{measured_threshold(seconds, kernel) or 'never'})"
-        )
+        (f"{kernel} from {thresholds[kernel]} (measured: {measured_threshold(seconds, kernel) or 'never'})")
         for kernel in thresholds
         if kernel != "few"
     ]

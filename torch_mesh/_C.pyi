@@ -13,8 +13,8 @@ torch_version: str  # the torch that this extension was built against
 def features() -> dict[str, str]:
     """Features of the build and of this machine.
 
-    'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'numa_nodes' (with
-    memory for this process), 'numa_compute_nodes' (with CPUs for it too).
+    'isa', 'isas', 'uring' ('' or why not), 'numa_nodes' (with memory for this process),
+    'numa_compute_nodes' (with CPUs for it too).
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...

@@ -142,8 +142,8 @@ def _stated_torch() -> str | None:
 
 
 def _load_extension() -> None:
-    """Import torch_mesh._C and register the ops, if it was built against the running torch: brgemm has no stable
-    ABI."""
+    """Import torch_mesh._C and register the ops, if it was built against the running torch, whose C++ classes have
+    no stable ABI."""
     import torch
 
     global _unusable

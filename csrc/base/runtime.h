@@ -1,5 +1,5 @@
-// Functions that the engine takes from its embedder. The bindings pass torch's thread pool, its
-// brgemm and Python's signal check; the engine's own tests pass std::thread and nothing else.
+// Functions that the engine takes from its embedder. The bindings pass torch's thread pool and
+// Python's signal check; the engine's own tests pass std::thread and nothing else.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +21,8 @@ struct Runtime {
   // sleep instead of spinning for work of parallel_for. nullptr: they sleep anyway.
   void (*wait_asleep)(int32_t threads, void (*wait)(void* context), void* context) = nullptr;
 
-  // C[m][n] (ldc) = A[m][k] (lda) · B, B in 64-column panels as packed (VNNI order, ldb = 64).
-  // nullptr where the machine or the build has none; then the engine's own many-row kernels run.
-  void (*gemm_bf16)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-                    const uint16_t* a, const uint16_t* b, float* c) = nullptr;
-  void (*gemm_u8s8)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-                    const uint8_t* a, const int8_t* b, int32_t* c) = nullptr;
-  // Ends a thread's run of gemm calls (AMX tile state).
-  void (*gemm_release)() = nullptr;
-
   // True for the rows of a decode step: each gets the bits that it gets alone. So products of
-  // floats use neither gemm nor tiles, whose sums are in another order than those of one row.
+  // floats use no tiles, whose sums are in another order than those of one row.
   // Otherwise a token that is verified would get other bits than one that is not. (Sums of integers
   // are exact.)
   bool few_rows = false;

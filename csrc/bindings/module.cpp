@@ -39,8 +39,6 @@ std::map<std::string, std::string> features() {
   result["isa"] = kernel_table_name(kernel_table());
   result["isas"] = tables;
   result["uring"] = uring_unavailable();
-  result["brgemm_bf16"] = brgemm_bf16_unavailable();
-  result["brgemm_int8"] = brgemm_int8_unavailable();
   result["numa_nodes"] = std::to_string(std::max<size_t>(memory_nodes().size(), 1));
   result["numa_compute_nodes"] = std::to_string(Topology::of_this_process().nodes());
   return result;

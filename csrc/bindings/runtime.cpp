@@ -1,6 +1,5 @@
 #include "bindings/runtime.h"
 
-#include <ATen/native/CPUBlas.h>
 #include <Python.h>
 #include <omp.h>
 #include <sys/syscall.h>
@@ -9,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
-#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -27,7 +25,7 @@ namespace {
 // runs on a thread of a GPU's driver. It gets a team of its own, while torch's waits for the GPU.
 void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* context,
                          Contention& contention) {
-  // An exception that leaves the region terminates the process; brgemm may throw.
+  // An exception that leaves the region terminates the process.
   std::exception_ptr failure;
 #pragma omp parallel num_threads(team)
   {
@@ -122,47 +120,6 @@ void wait_asleep_openmp(int32_t threads, void (*wait)(void* context), void* cont
   if (failure != nullptr) std::rethrow_exception(failure);
 }
 
-void gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-               const uint16_t* a, const uint16_t* b, float* c) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, /*add_C=*/false,
-                              reinterpret_cast<const at::BFloat16*>(a),
-                              reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
-}
-
-void gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-               const uint8_t* a, const int8_t* b, int32_t* c) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, /*add_C=*/false, a,
-                              reinterpret_cast<const signed char*>(b), c, /*is_vnni=*/true);
-}
-
-void gemm_release() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
-
-// Multiplies constant matrices over one panel, at every depth that the kernels use. Returns why
-// `gemm` cannot be used, or "".
-template <typename A, typename B, typename C>
-std::string probe(void (*gemm)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const A*,
-                               const B*, C*),
-                  A value_a, B value_b, C product, std::initializer_list<int64_t> depths) {
-  constexpr int64_t kRows = 32, kColumns = 64;
-  for (const int64_t depth : depths) {
-    const std::vector<A> a(kRows * depth, value_a);
-    const std::vector<B> b(depth * kColumns, value_b);
-    std::vector<C> c(kRows * kColumns, C{0});
-    try {
-      gemm(kRows, kColumns, depth, depth, kColumns, kColumns, a.data(), b.data(), c.data());
-      gemm_release();
-    } catch (const std::exception& error) {
-      const std::string what = error.what();
-      return what.substr(0, what.find('\n'));
-    }
-    const C wanted = product * static_cast<C>(depth);
-    if (std::any_of(c.begin(), c.end(), [&](C value) { return value != wanted; })) {
-      return "torch's brgemm gave a wrong product";
-    }
-  }
-  return "";
-}
-
 // Per thread: an exception that a signal handler raises must reach the caller whose wait it ended.
 struct PendingInterrupt {
   PyObject* type = nullptr;
@@ -189,29 +146,11 @@ bool interrupted() {
 
 }  // namespace
 
-const std::string& brgemm_bf16_unavailable() {
-  static const std::string reason =
-      probe<uint16_t, uint16_t, float>(gemm_bf16, 0x3f80, 0x3f80, 1.0f, {32, 64, 128, 2048});
-  return reason;
-}
-
-const std::string& brgemm_int8_unavailable() {
-  static const std::string reason =
-      // The largest operands show whether arithmetic saturates.
-      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, 255, 127, 255 * 127, {16, 32, 64, 128});
-  return reason;
-}
-
 const Runtime& torch_runtime() {
   static const Runtime runtime = [] {
     Runtime it;
     it.parallel_for = parallel_for_computers;
     it.wait_asleep = wait_asleep_openmp;
-    const bool bf16 = brgemm_bf16_unavailable().empty();
-    const bool int8 = brgemm_int8_unavailable().empty();
-    if (bf16) it.gemm_bf16 = gemm_bf16;
-    if (int8) it.gemm_u8s8 = gemm_u8s8;
-    if (bf16 || int8) it.gemm_release = gemm_release;
     it.interrupted = interrupted;
     return it;
   }();

@@ -1,4 +1,4 @@
-// The engine's Runtime: torch's threads and brgemm, and Python's signals.
+// The engine's Runtime: torch's threads and Python's signals.
 #pragma once
 
 #include <string>
@@ -8,11 +8,6 @@
 namespace torch_mesh {
 
 const Runtime& torch_runtime();
-
-// Return why torch's brgemm cannot be used here for a kind of product, or "" if it can. The first
-// call multiplies to find out.
-const std::string& brgemm_bf16_unavailable();
-const std::string& brgemm_int8_unavailable();
 
 // Whether this thread runs Python's signal handlers from within the wait of a forward.
 bool in_signal_handler();

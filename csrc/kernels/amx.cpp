@@ -1,7 +1,6 @@
 // AVX512 with VNNI, BF16 and AMX: Sapphire Rapids and later.
 #include "kernels/simd_avx512_vnni-inl.h"
 // The headers below are written in its terms.
-#include "kernels/bf16_dot-inl.h"
 #include "kernels/tile_products-inl.h"
 #include "kernels/vnni_target-inl.h"
 
@@ -28,14 +27,9 @@ struct AmxTiles {
 };
 
 struct Amx : VnniTarget {
-  using Bf16 = Prefetching<NativeBf16Dot>;
   using Tiles = AmxTiles;
-  static constexpr ManyRows kRows{.gemm_floats = 4,
-                                  .gemm_int8 = 12,
-                                  .gemm_nibbles = 6,
-                                  .gemm_trellis = 4,
-                                  .panels = 8,
-                                  .bf16_panels = false};
+  static constexpr ManyRows kRows{
+      .tile_floats = 4, .tile_int8 = 12, .tile_nibbles = 6, .tile_trellis = 4, .panels = 8};
 };
 
 }  // namespace

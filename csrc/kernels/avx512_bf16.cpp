@@ -1,14 +1,38 @@
-// AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4, Zen 5.
+// AVX512 with VNNI and BF16: Zen 4, Zen 5. On Intel's cores avx512_vnni.cpp is faster
+// (docs/decisions/0027).
 #include "kernels/simd_avx512_vnni-inl.h"
 // The headers below are written in its terms.
-#include "kernels/bf16_dot-inl.h"
+#include "kernels/fp8_as_bf16-inl.h"
 #include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {
 namespace {
 
-// Neither gemm nor panels are ever faster on AMD's cores (docs/decisions/0027). From gemm_fp8 rows
-// on fp8 is multiplied as bf16.
+// vdpbf16ps adds both products of a word, rounded on its own terms (subnormals count as zero).
+struct NativeBf16Dot {
+  using Sum = Floats;
+  struct Weights {
+    Words pairs;
+  };
+  using Row = Weights;
+  static constexpr int kRowWords = 1;
+
+  static Weights expand(Words words) { return {words}; }
+  static Weights weights(const std::byte* words) { return expand(load_words(words)); }
+  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
+  static Sum add(Sum sum, const Row& row, const Weights& weights) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)row.pairs, (__m512bh)weights.pairs);
+  }
+};
+
+template <typename Dot>
+inline void many_rows_of_fp8(const BlockProducts& products) {
+  clear_sums(products);
+  fp8_as_bf16<Dot>(products);
+}
+
+// Panels are never faster on AMD's cores (docs/decisions/0027). Many rows of fp8 are multiplied as
+// bf16.
 template <template <typename> typename Prefetches, template <typename> typename PrefetchesInt8>
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
@@ -19,12 +43,7 @@ struct Amd : VnniTarget {
   using Fp8 = Prefetches<Fp8Dot<E4m3AsFloats>>;
   template <typename Codes>
   using Nibbles = Prefetches<VnniNibbleDot<Codes>>;
-  static constexpr ManyRows kRows{.gemm_floats = kNoRows,
-                                  .gemm_int8 = kNoRows,
-                                  .gemm_nibbles = kNoRows,
-                                  .gemm_trellis = kNoRows,
-                                  .panels = 0,
-                                  .gemm_fp8 = 6};
+  static constexpr ManyRows kRows{.tile_fp8 = 6};
 };
 
 using Zen5 = Amd<PrefetchingFar, PrefetchingFar>;
@@ -34,20 +53,9 @@ struct Zen4 : Amd<PrefetchingForTiles, PrefetchingLines> {
   static constexpr int kPlainColumns = 1;
 };
 
-struct Intel : VnniTarget {
-  using Bf16 = Prefetching<NativeBf16Dot>;
-  static constexpr ManyRows kRows{.gemm_floats = 8,
-                                  .gemm_int8 = 8,
-                                  .gemm_nibbles = 8,
-                                  .gemm_trellis = 8,
-                                  .panels = 8,
-                                  .bf16_panels = false};
-};
-
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table = make_table<Zen5>("avx512_bf16");
 constinit const KernelTable kZen4Bf16Table = make_table<Zen4>("avx512_bf16");
-constinit const KernelTable kIntelBf16Table = make_table<Intel>("avx512_bf16");
 
 }  // namespace torch_mesh

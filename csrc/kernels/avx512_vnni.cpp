@@ -1,4 +1,4 @@
-// AVX512 with VNNI: Cascade Lake, Ice Lake.
+// AVX512 with VNNI: Intel since Cascade Lake, unless tiles may be used.
 #include "kernels/simd_avx512_vnni-inl.h"
 // The headers below are written in its terms.
 #include "kernels/vnni_target-inl.h"

@@ -2,7 +2,6 @@
 // the first-level cache for several. bf16's own products take these, so sums have the same bits.
 #pragma once
 
-#include "kernels/gemm_products-inl.h"
 #include "kernels/panel_products-inl.h"
 #include "store/bf12.h"
 
@@ -155,19 +154,6 @@ inline void bf12_panels(const BlockProducts& products) {
     panel.next = block.tile(tile + 1);
     multiply_panel(products, tile * kBf12Depth, Unscaled{}, panel);
   }
-}
-
-template <typename Gemm>
-inline void gemm_bf12(const BlockProducts& products, const Gemm& gemm) {
-  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
-  alignas(64) std::byte words[Gemm::kBf16Depth * kBlockColumns * 2];
-  gemm_words(products, gemm, [&](int32_t k, int32_t depth) {
-    for (int32_t i = 0; i < depth; i += kBf12Depth) {
-      expand_bf12_tile(block, (k + i) / kBf12Depth, words + i * kBlockColumns * 2);
-    }
-    const int32_t next = (k + depth) / kBf12Depth;
-    return StepWords{words, {block.tile(next), int64_t{depth} / kBf12Depth * kBf12TileBytes}};
-  });
 }
 
 inline void dequantize_bf12(const SquareOfBlock& from, float* square) {

@@ -101,7 +101,6 @@ struct OfSignedBytes {
   };
   static constexpr int kRowWords = 2;
   static constexpr int32_t kWordsAtOnce = 2;
-  static constexpr bool kSigned = true;
   static constexpr int kChains = 2;
 
   static Weights of(Words low, Words high) { return {Int8::expand(low), Int8::expand(high)}; }

@@ -43,8 +43,7 @@ struct BlockProducts {
   const std::byte* block;
   OperandShape shape;
   OperandRows rows;
-  const Runtime* gemm;  // whose gemm to call; nullptr: the table's own products
-  float* sums;          // [rows][kBlockColumns]
+  float* sums;  // [rows][kBlockColumns]
 };
 
 // Weights of one block, kSquare k-values from `depth` on.
@@ -167,12 +166,11 @@ struct TrellisPacking {
 
 // A format's kernels, which its FormatTrait names (table-inl.h).
 struct FormatKernels {
-  // From this many rows of one expert on, `tiles` are used, or without tiles the runtime's gemm, if
-  // there is one. benchmarks/row_thresholds.py measures gemm_rows and panel_rows.
-  int32_t gemm_rows;
+  // From this many rows of one expert on, `tiles` are used. benchmarks/row_thresholds.py measures
+  // tile_rows and panel_rows.
+  int32_t tile_rows;
   void (*products)(const BlockProducts& products);
-  // The table's own products of many rows, in the place of the runtime's gemm: AMX's tiles, or fp8
-  // as bf16. nullptr: it has none.
+  // Products of many rows in AMX's tiles, or of fp8 as bf16. nullptr: none.
   void (*tiles)(const BlockProducts& products);
   // Products of panel_rows or more rows at once, which give the same bits. nullptr: none.
   void (*panels)(const BlockProducts& products) = nullptr;
@@ -252,8 +250,7 @@ extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;
 extern const KernelTable kAvx512Bf16Table;
-extern const KernelTable kZen4Bf16Table;   // the same bits, prefetched for Zen 4
-extern const KernelTable kIntelBf16Table;  // the same bits, prefetched for Intel's cores
+extern const KernelTable kZen4Bf16Table;  // the same bits, prefetched for Zen 4
 extern const KernelTable kAmxTable;
 #endif
 

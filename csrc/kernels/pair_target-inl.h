@@ -19,8 +19,7 @@ struct PairTarget {
   using Levels = PairLevelDot<Codes>;
   using Tiles = NoTiles;
   static constexpr int kPlainColumns = 4;  // plain_products' of a single row
-  static constexpr ManyRows kRows{
-      .gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 8};
+  static constexpr ManyRows kRows{.panels = 8};
 };
 
 }  // namespace

@@ -1,7 +1,6 @@
-// Multiplies many rows with bf16 on tables without AVX512-BF16, and with fp8 on all but AMD's; the
-// scalar table has no panels. A step of a block is expanded to fp32 once, into a panel that stays
-// in L1, and multiplied with all rows. Adds in the order of products-inl.h and so gives the same
-// bits.
+// Multiplies many rows with bf16, bf12 and fp8, on all tables but the scalar one and AMD's with
+// AVX512-BF16. A step of a block is expanded to fp32 once, into a panel that stays in L1, and
+// multiplied with all rows. Adds in the order of products-inl.h and so gives the same bits.
 #pragma once
 
 #include "kernels/products-inl.h"

@@ -323,8 +323,8 @@ struct IntegerGroup {
   int64_t total_bytes() const { return int64_t{kBlockColumns} * (Scales::kBytes + count * 4); }
 };
 
-// The same with its words expanded to bytes, once for all rows, as the runtime's gemm takes them:
-// [2 * count][kBlockColumns]. A Dot of the expanded bytes (OfBytes) multiplies these.
+// The same with its words expanded to bytes, once for all rows: [2 * count][kBlockColumns]. A Dot
+// of the expanded bytes (OfBytes) multiplies these.
 template <typename Dot, typename Scales>
 struct ExpandedGroup : IntegerGroup<Dot, Scales> {
   alignas(64) std::byte bytes[kMaxGroup * kBlockColumns];

@@ -51,8 +51,7 @@ struct Scalar {
   using Levels = ScalarLevelDot<Codes>;
   using Tiles = NoTiles;
   static constexpr int kPlainColumns = 4;  // plain_products' of a single row
-  static constexpr ManyRows kRows{
-      .gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 0};
+  static constexpr ManyRows kRows{};
 };
 
 }  // namespace

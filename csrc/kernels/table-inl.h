@@ -10,7 +10,6 @@
 #include "kernels/attention-inl.h"
 #include "kernels/bf12_products-inl.h"
 #include "kernels/exact_products-inl.h"
-#include "kernels/gemm_products-inl.h"
 #include "kernels/gguf_products-inl.h"
 #include "kernels/kernel_table.h"
 #include "kernels/low_rank-inl.h"
@@ -35,7 +34,6 @@ inline void clear_sums(const BlockProducts& products) {
 
 template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
-  if (products.gemm != nullptr) return gemm_bf16(products, RuntimeGemm(products));
   clear_sums(products);
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return bf16_row<Dot>(products);
@@ -49,7 +47,6 @@ inline void block_products_bf16(const BlockProducts& products) {
 
 template <typename Dot>
 inline void block_products_bf12(const BlockProducts& products) {
-  if (products.gemm != nullptr) return gemm_bf12(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     constexpr int kStreams = kBf12RowBytes / kLineBytes;
     if (reads_streams(products)) {
@@ -76,17 +73,10 @@ inline void block_pair_bf12(const BlockProducts& first, const BlockProducts& sec
 template <typename Dot>
 inline void block_products_fp8(const BlockProducts& products) {
   clear_sums(products);
-  if (products.gemm != nullptr) return gemm_fp8(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return fp8_row<Dot>(products);
   }
   fp8_products<Dot>(products);
-}
-
-template <typename Dot>
-inline void many_rows_of_fp8(const BlockProducts& products) {
-  clear_sums(products);
-  fp8_as_bf16<Dot>(products);
 }
 
 template <void (*kPanels)(const BlockProducts&)>
@@ -112,8 +102,6 @@ template <typename Dot, typename Scales>
 inline void block_products_int8(const BlockProducts& products) {
   clear_sums(products);
   using Group = IntegerGroup<Dot, Scales>;
-  if (products.gemm != nullptr)
-    return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return integer_row<Dot, Scales>(products);
   } else if constexpr (prefetches_lines<Dot>()) {
@@ -130,8 +118,6 @@ template <typename Dot, typename Levels, typename Scales>
 inline void block_products_nibbles(const BlockProducts& products) {
   clear_sums(products);
   using Expanded = ExpandedGroup<Dot, Scales>;
-  if (products.gemm != nullptr)
-    return gemm_integer<Levels, Scales, Expanded>(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return integer_row<Dot, Scales>(products);
   }
@@ -146,8 +132,6 @@ template <typename Levels, typename Code>
 inline void block_products_trellis(const BlockProducts& products) {
   clear_sums(products);
   using Group = TrellisGroup<Code>;
-  if (products.gemm != nullptr)
-    return gemm_integer<Levels, Bf16Scales, Group>(products, RuntimeGemm(products));
   if (products.rows.count == 1) return trellis_row<Levels, Code>(products);
   integer_products<Levels, Bf16Scales, Group>(products);
 }
@@ -163,8 +147,6 @@ template <typename Dot, Format kFormat, typename Prefetches>
 inline void block_products_gguf(const BlockProducts& products) {
   clear_sums(products);
   using Group = GgufGroup<kFormat>;
-  if (products.gemm != nullptr)
-    return gemm_integer<Dot, HalfScales, Group>(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Prefetches>()) {
     if (reads_streams(products)) {
       return gguf_row<Dot, kFormat, 1, Prefetches>({&products},
@@ -182,12 +164,12 @@ inline void gguf_pair(const BlockProducts& first, const BlockProducts& second) {
   gguf_row<Dot, kFormat, 2, HalfAsFar<Prefetches>>({&first, &second}, NothingAhead::Share{});
 }
 
-// The fewest rows for gemm or tiles, by kind of format, and for panels; `panels` of 0: none.
+// The fewest rows for a target's tiles, by kind of format, and for panels; `panels` of 0: none.
 struct ManyRows {
-  int32_t gemm_floats, gemm_int8, gemm_nibbles, gemm_trellis;
-  int32_t panels;
-  bool bf16_panels = true;
-  int32_t gemm_fp8 = gemm_floats;
+  int32_t tile_floats = kNoRows, tile_int8 = kNoRows, tile_nibbles = kNoRows,
+          tile_trellis = kNoRows;
+  int32_t panels = 0;
+  int32_t tile_fp8 = tile_floats;
 };
 
 using Product = void (*)(const BlockProducts&);
@@ -225,13 +207,12 @@ struct FormatTrait<Format::kBf16> {
   static constexpr FormatKernels kernels() {
     constexpr ManyRows kRows = Target::kRows;
     using Dot = typename Target::Bf16;
-    FormatKernels kernels{
-        .gemm_rows = kRows.gemm_floats,
-        .products = block_products_bf16<Dot>,
-        .tiles = Target::Tiles::bf16,
-        .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
-        .dequantize = dequantize_bf16,
-        .pack_group = pack_bf16_group};
+    FormatKernels kernels{.tile_rows = kRows.tile_floats,
+                          .products = block_products_bf16<Dot>,
+                          .tiles = Target::Tiles::bf16,
+                          .panels = kRows.panels > 0 ? block_panels<bf16_panels> : nullptr,
+                          .dequantize = dequantize_bf16,
+                          .pack_group = pack_bf16_group};
     if constexpr (ReadsPairs<Dot>) kernels.pair = block_pair<bf16_pair<Dot>>;
     return kernels;
   }
@@ -259,7 +240,7 @@ struct FormatTrait<Format::kFp8> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     using Dot = typename Target::Fp8;
-    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_fp8,
+    FormatKernels kernels{.tile_rows = Target::kRows.tile_fp8,
                           .products = block_products_fp8<Dot>,
                           .tiles = Target::Tiles::fp8,
                           .panels = Target::kRows.panels > 0 ? block_panels<fp8_panels> : nullptr,
@@ -274,7 +255,7 @@ struct Int8Trait {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     using Dot = typename Target::Int8;
-    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_int8,
+    FormatKernels kernels{.tile_rows = Target::kRows.tile_int8,
                           .products = block_products_int8<Dot, Scales>,
                           .tiles = Target::Tiles::template bytes<Scales>,
                           .dequantize = dequantize_integers<SignedBytes, Scales>};
@@ -289,7 +270,7 @@ struct NibbleTrait {
   static constexpr FormatKernels kernels() {
     using Dot = typename Target::template Nibbles<Codes>;
     using Levels = typename Target::template Levels<Codes>;
-    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
+    FormatKernels kernels{.tile_rows = Target::kRows.tile_nibbles,
                           .products = block_products_nibbles<Dot, Levels, Scales>,
                           .tiles = Target::Tiles::template nibbles<Codes, Scales>,
                           .dequantize = dequantize_integers<BytesOfNibbles<Codes>, Scales>};
@@ -315,7 +296,7 @@ struct TrellisTrait {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     using Levels = typename Target::template Levels<TrellisLevels>;
-    return {.gemm_rows = Target::kRows.gemm_trellis,
+    return {.tile_rows = Target::kRows.tile_trellis,
             .products = block_products_trellis<Levels, Code>,
             .tiles = Target::Tiles::template trellis<Code>,
             .dequantize = dequantize_trellis<Code>,
@@ -352,17 +333,17 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
     constexpr GgufType kType = gguf_type(kFormat);
     using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
     using Prefetches = typename Target::Int8;
-    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
+    FormatKernels kernels{.tile_rows = Target::kRows.tile_nibbles,
                           .products = block_products_gguf<Dot, kFormat, Prefetches>,
                           .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
     if constexpr (ReadsPairs<Prefetches>) {
       kernels.pair = block_pair<gguf_pair<Dot, kFormat, Prefetches>>;
     }
-    // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
-    // own products, unless there are mins.
+    // Products of 16 inputs fill a quarter of a tile, so they pay from more rows on, unless there
+    // are mins.
     if constexpr (kType.group == 16 && !kType.has_mins()) {
-      kernels.gemm_rows = kernels.tiles == nullptr ? kNoRows : Target::kRows.gemm_int8;
+      kernels.tile_rows = Target::kRows.tile_int8;
     }
     return kernels;
   }
@@ -371,7 +352,7 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
 template <typename Target, Format kFormat>
 constexpr FormatKernels kernels_of() {
   constexpr FormatKernels kKernels = FormatTrait<kFormat>::template kernels<Target>();
-  static_assert(kKernels.gemm_rows > 0 && kKernels.products != nullptr &&
+  static_assert(kKernels.tile_rows > 0 && kKernels.products != nullptr &&
                 kKernels.dequantize != nullptr);
   static_assert(is_trellis(kFormat) == (kKernels.pack_trellis.pack != nullptr));
   static_assert((is_made_of_codes(kFormat) || is_trellis(kFormat)) ==

@@ -24,10 +24,6 @@ int32_t operand_columns(const PackedMatrix& matrix) {
                                            : std::max(kBlockColumns, matrix.group_size);
 }
 
-bool has_gemm(const Runtime& runtime, Format format) {
-  return has_float_products(format) ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
-}
-
 OperandShape operand_shape(const PackedMatrix& matrix) {
   const int64_t bytes = has_float_products(matrix.format)
                             ? int64_t{2} * matrix.depth_padded
@@ -48,32 +44,22 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
 }
 
 TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
-                           const PackedMatrix& matrix, int32_t rows)
-    : runtime_(runtime) {
+                           const PackedMatrix& matrix, int32_t rows) {
   const FormatKernels& kernels = table.of(matrix.format);
   product_ = kernels.products;
   panels_ = kernels.panels;
   const bool alone = runtime.few_rows && has_float_products(matrix.format);
-  const bool many = !alone && rows >= kernels.gemm_rows;
+  const bool many = !alone && kernels.tiles != nullptr && rows >= kernels.tile_rows;
   pair_ = many ? nullptr : kernels.pair;
-  if (many && kernels.tiles != nullptr) {
-    tiles_ = &table.tiles;
-    product_ = kernels.tiles;
-    if (tiles_->begin != nullptr) tiles_->begin(operand_shape(matrix));
-  } else {
-    use_gemm_ = many && has_gemm(runtime, matrix.format);
-  }
-  panel_rows_ = panels_ != nullptr && !use_gemm_ && tiles_ == nullptr ? table.panel_rows : kNoRows;
+  panel_rows_ = panels_ != nullptr && !many ? table.panel_rows : kNoRows;
+  if (!many) return;
+  tiles_ = &table.tiles;
+  product_ = kernels.tiles;
+  if (tiles_->begin != nullptr) tiles_->begin(operand_shape(matrix));
 }
 
 TaskProducts::~TaskProducts() {
   if (tiles_ != nullptr && tiles_->end != nullptr) tiles_->end();
-  if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
-  try {
-    runtime_.gemm_release();
-  } catch (...) {
-    // It only frees this thread's tile state, which the next product sets anew.
-  }
 }
 
 }  // namespace torch_mesh

@@ -1,11 +1,11 @@
-// Multiplies rows with one block in the tiles of AMX: eight registers of 16 rows of 64 bytes. The
-// algorithms are those of gemm_products-inl.h with another multiplication; include after it.
+// Multiplies many rows with one block in the tiles of AMX: eight registers of 16 rows of 64 bytes.
+// They read the packed words as they are. Integer formats give the same bits as products-inl.h.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/bf12_products-inl.h"
-#include "kernels/gemm_products-inl.h"
+#include "kernels/fp8_as_bf16-inl.h"
 #include "kernels/table-inl.h"
 
 namespace torch_mesh {
@@ -95,10 +95,8 @@ constexpr int32_t kTileAhead = 4096;
 // kDirect: the weights are multiplied as the record holds them, without being expanded.
 template <bool kDirect>
 struct TileGemm {
-  static constexpr bool kSignedRows = true;
-  static constexpr bool kWholeTiles = true;
-  static constexpr int32_t kGroupsAhead = kDirect ? 0 : 2;
-  static constexpr int32_t kBf16Depth = 128;
+  static constexpr int32_t kGroupsAhead = kDirect ? 0 : 2;  // to prefetch while sums are scaled
+  static constexpr int32_t kBf16Depth = 128;  // of one gemm: its rows are gathered on the stack
 
   explicit TileGemm(const BlockProducts& products) : step_(tile_step(products.shape)) {}
 
@@ -222,6 +220,117 @@ struct TileGemm {
 
   int32_t step_;
 };
+
+// Below Gemm is a TileGemm.
+
+// Words of bf16, and the bytes that the next ones are expanded from, if they are.
+struct StepWords {
+  const std::byte* words;
+  LinesAhead ahead;
+};
+
+// Multiplies with words of bf16: words(k, depth) returns those of k-values [k, k + depth).
+template <typename Gemm, typename WordsOf>
+inline void gemm_words(const BlockProducts& products, const Gemm& gemm, const WordsOf& words) {
+  alignas(64) std::byte gathered[kTileRows * Gemm::kBf16Depth * 2];
+  alignas(64) float part[kTileRows * kBlockColumns];
+  const int32_t rows = products.rows.count;
+  for (int32_t k = 0; k < products.shape.depth_padded; k += Gemm::kBf16Depth) {
+    const int32_t left = products.shape.depth_padded - k;
+    const int32_t depth = left < Gemm::kBf16Depth ? left : Gemm::kBf16Depth;
+    gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
+    const StepWords step = words(k, depth);
+    gemm.bf16(rows, depth, gathered, step.words, part, step.ahead);
+    for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
+      const Floats more = load(part + i);
+      store(products.sums + i, k == 0 ? more : load(products.sums + i) + more);
+    }
+  }
+}
+
+template <typename Gemm>
+inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
+  gemm_words(products, gemm, [&](int32_t k, int32_t) {
+    return StepWords{products.block + int64_t{k} * kBlockColumns * 2, {}};
+  });
+}
+
+template <typename Gemm>
+inline void gemm_bf12(const BlockProducts& products, const Gemm& gemm) {
+  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
+  alignas(64) std::byte words[Gemm::kBf16Depth * kBlockColumns * 2];
+  gemm_words(products, gemm, [&](int32_t k, int32_t depth) {
+    for (int32_t i = 0; i < depth; i += kBf12Depth) {
+      expand_bf12_tile(block, (k + i) / kBf12Depth, words + i * kBlockColumns * 2);
+    }
+    const int32_t next = (k + depth) / kBf12Depth;
+    return StepWords{words, {block.tile(next), int64_t{depth} / kBf12Depth * kBf12TileBytes}};
+  });
+}
+
+template <typename Gemm>
+inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
+  constexpr int32_t kMaxDepth = ExpandedFp8::kMaxDepth;
+  alignas(64) std::byte gathered[kTileRows * kMaxDepth * 2];
+  alignas(64) float part[kTileRows * kBlockColumns];
+  const OperandShape& shape = products.shape;
+  const int32_t rows = products.rows.count;
+  for (int32_t k = 0; k < shape.depth_padded; k += kMaxDepth) {
+    const ExpandedFp8 expanded(products, k);
+    const int32_t depth = expanded.depth;
+    gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
+    const LinesAhead ahead{fp8_pairs(products) + (int64_t{k} + depth) * kBlockColumns,
+                           int64_t{depth} * kBlockColumns};
+    gemm.bf16(rows, depth, gathered, expanded.words, part, ahead);
+    const Fp8Step step(products.block, shape.group_size, k, 1);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const Floats scale = expanded.is_scaled ? broadcast(1) : step.scales_of(c);
+      for (int32_t r = 0; r < rows; ++r) {
+        float* sums = products.sums + r * kBlockColumns + c;
+        store(sums, multiply_add(load(part + r * kBlockColumns + c), scale, load(sums)));
+      }
+    }
+  }
+}
+
+// Multiplies with groups whose words are tiles' operands. Bytes of nibbles stay unsigned: s8 holds
+// them too.
+template <typename Dot, typename Scales, typename Group, typename Gemm>
+inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
+  constexpr bool kUnsigned = Dot::kRowWords == 2;
+  alignas(64) std::byte gathered[kTileRows * kMaxGroup];
+  alignas(64) int32_t exact[kTileRows * kBlockColumns];
+  const int32_t size = products.shape.group_size;
+  const int32_t count = products.rows.count;
+  const float unit = block_unit<Scales>(products);
+  for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
+    const Group group(products, g);
+    const GroupRows rows = group_rows(products, g, unit);
+    gemm.template gather<true>(products, int64_t{g} * size, size, gathered);
+    gemm.bytes(count, size, gathered, group.words, exact);
+    constexpr int kVectors = kBlockColumns / kLanes;
+    Floats scale[kVectors];
+    [[maybe_unused]] Words zeros[kVectors];  // of formats whose codes are unsigned
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = group.scale(v * kLanes);
+      if constexpr (kUnsigned) zeros[v] = Dot::zeros(group.scales_of(v * kLanes));
+    }
+    const int64_t ahead = Gemm::kGroupsAhead * group.total_bytes();
+    const int64_t lines_of_row = group.total_bytes() / kLineBytes / count + 1;
+    for (int32_t r = 0; r < count; ++r) {
+      for (int64_t i = r * lines_of_row; ahead > 0 && i < (r + 1) * lines_of_row; ++i) {
+        __builtin_prefetch(group.scales + ahead + i * kLineBytes);
+      }
+      const Floats row_scale = broadcast(rows.scale[r]);
+      for (int v = 0; v < kVectors; ++v) {
+        Words sum = load_words(exact + r * kBlockColumns + v * kLanes);
+        if constexpr (kUnsigned) sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
+        float* sums = products.sums + r * kBlockColumns + v * kLanes;
+        store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
+      }
+    }
+  }
+}
 
 template <typename Dot, typename Scales, typename Group>
 inline void tile_integers(const BlockProducts& products) {

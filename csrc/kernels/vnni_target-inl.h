@@ -17,8 +17,7 @@ struct VnniTarget {
   using Levels = VnniLevelDot<Codes>;
   using Tiles = NoTiles;
   static constexpr int kPlainColumns = 4;  // plain_products' of a single row
-  static constexpr ManyRows kRows{
-      .gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .gemm_trellis = 8, .panels = 8};
+  static constexpr ManyRows kRows{.panels = 8};
 };
 
 }  // namespace

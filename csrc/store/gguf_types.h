@@ -61,8 +61,8 @@ struct GgufType {
   const int8_t* levels;  // [16] that codes name; nullptr: none
   float unit = 1;        // a power of two that scales are multiplied by
 
-  // Products take codes, or levels minus the lowest level, as unsigned bytes. Torch's gemm takes
-  // weights as signed bytes, and IQ4's exceed them, so IQ4's levels keep their sign.
+  // Products take codes, or levels minus the lowest level, as unsigned bytes. AMX's tiles
+  // take weights as signed bytes, and IQ4's exceed them, so IQ4's levels keep their sign.
   constexpr bool has_unsigned_bytes() const { return max_byte() <= INT8_MAX; }
   constexpr int32_t max_byte() const {
     return levels == nullptr ? (1 << bits) - 1

@@ -18,7 +18,7 @@
 //   zero:
 //     weight = scale * (kLut4Levels[nibble] - lut4_zero(scale's bits))
 //   The scale's sign matters: it mirrors the levels.
-// which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
+// which is the operand order of VNNI, AVX512-BF16 and AMX. In a gated record gate
 // block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
 // depth to max(64, group).
 //

@@ -84,14 +84,9 @@ PYBIND11_MODULE(_testing, m) {
   m.def("sum_records", sum_records, py::arg("engine"), py::arg("layer"), py::arg("experts"),
         "The sum, modulo 2**64, of distinct experts' records as words: a plain read on the "
         "engine's threads.");
-  m.def(
-      "product_ways",
-      [](const std::string& isa, const std::string& format) {
-        return product_ways(torch_runtime(), isa, format);
-      },
-      py::arg("isa"), py::arg("format"),
-      "The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm' or "
-      "'tiles', with the rows from which on it does.");
+  m.def("product_ways", &product_ways, py::arg("isa"), py::arg("format"),
+        "The ways that a product of a format may go on this machine, 'few', 'panels' and "
+        "'tiles', with the rows from which on it does.");
   m.def(
       "product_seconds",
       [](const std::string& isa, const std::string& format, int32_t group_size, int32_t in_features,

@@ -12,18 +12,13 @@
 #include "kernels/task_products.h"
 
 namespace torch_mesh {
-std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
-                                            const std::string& name) {
+std::map<std::string, int32_t> product_ways(const std::string& isa, const std::string& name) {
   const Format format = format_from_name(name);
   const KernelTable& table = kernel_table(isa);
   std::map<std::string, int32_t> ways{{"few", 0}};
   const FormatKernels& kernels = table.of(format);
   if (kernels.panels != nullptr) ways["panels"] = table.panel_rows;
-  if (kernels.tiles != nullptr) {
-    ways["tiles"] = kernels.gemm_rows;
-  } else if (has_gemm(runtime, format)) {
-    ways["gemm"] = kernels.gemm_rows;
-  }
+  if (kernels.tiles != nullptr) ways["tiles"] = kernels.tile_rows;
   return ways;
 }
 
@@ -35,14 +30,13 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
   if (rows < 1) {
     throw_invalid("rows is ", rows, "; allowed: 1 or more");
   }
-  const std::map<std::string, int32_t> ways = product_ways(runtime, isa, format);
+  const std::map<std::string, int32_t> ways = product_ways(isa, format);
   if (!ways.contains(way)) {
     throw_invalid("products of ", format, " with ", isa, " do not go by \"", way,
                   "\" on this machine");
   }
   KernelTable table = kernel_table(isa);
-  table.formats[static_cast<int>(matrix.format)].gemm_rows =
-      way == "gemm" || way == "tiles" ? 0 : kNoRows;
+  table.formats[static_cast<int>(matrix.format)].tile_rows = way == "tiles" ? 0 : kNoRows;
   table.panel_rows = way == "panels" ? 0 : kNoRows;
 
   // Written to, so that each page has memory of its own. Zeros take as long as other weights.

@@ -22,8 +22,6 @@ FEATURES = {
     "isa": "avx512",
     "isas": "scalar avx2 avx512",
     "uring": "",
-    "brgemm_bf16": "",
-    "brgemm_int8": "",
     "numa_nodes": "1",
     "numa_compute_nodes": "1",
 }

@@ -161,7 +161,6 @@ TEST(Bf12, ReadsDamagedBlocksWithinTheirBounds) {
         const BlockProducts products{blocks.data(),
                                      shape,
                                      {rows.data(), nullptr, count},
-                                     nullptr,
                                      reinterpret_cast<float*>(sums.data())};
         BlockProducts second = products;
         second.sums += kTile;

@@ -95,7 +95,6 @@ float add_bf16_pair(float sum, const uint8_t* a, const uint8_t* b) {
 #define kAvx512VnniTable kEmulatedVnniTable
 #define kAvx512Bf16Table kEmulatedBf16Table
 #define kZen4Bf16Table kEmulatedZen4Bf16Table
-#define kIntelBf16Table kEmulatedIntelBf16Table
 #define kAmxTable kEmulatedAmxTable
 
 #include "kernels/amx.cpp"

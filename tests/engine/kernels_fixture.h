@@ -28,7 +28,6 @@ extern const KernelTable kEmulatedAvxVnniTable;
 extern const KernelTable kEmulatedVnniTable;
 extern const KernelTable kEmulatedBf16Table;
 extern const KernelTable kEmulatedZen4Bf16Table;
-extern const KernelTable kEmulatedIntelBf16Table;
 extern const KernelTable kEmulatedAmxTable;
 
 namespace testing {
@@ -345,7 +344,6 @@ inline std::vector<const KernelTable*> all_tables() {
       tables.push_back(&kEmulatedVnniTable);
       tables.push_back(&kEmulatedBf16Table);
       tables.push_back(&kEmulatedZen4Bf16Table);
-      tables.push_back(&kEmulatedIntelBf16Table);
       tables.push_back(&kEmulatedAmxTable);
     }
   }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -58,10 +57,9 @@ constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
 // bf16 on AVX512-BF16 and floats in tiles have the rounding of their instructions. Everything else
 // agrees to the bit.
 bool rounds_alike(const KernelTable& table, Format format, int32_t rows) {
-  const std::string_view name = table.name;
-  if (is_bf16(format) && (name == "avx512_bf16" || name == "amx")) return false;
+  if (is_bf16(format) && std::string_view(table.name) == "avx512_bf16") return false;
   const FormatKernels& kernels = table.of(format);
-  const bool tiles = kernels.tiles != nullptr && rows >= kernels.gemm_rows;
+  const bool tiles = kernels.tiles != nullptr && rows >= kernels.tile_rows;
   return !has_float_products(format) || !tiles;
 }
 
@@ -293,7 +291,7 @@ TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
       for (const Runtime& runtime : {Runtime{}, for_few_rows({})}) {
         const auto together = run_ffn(*table, shape, record, rows, runtime);
         const bool alone = runtime.few_rows || !tiles;
-        for (int32_t count = alone ? 1 : kernels.gemm_rows; count <= 17; ++count) {
+        for (int32_t count = alone ? 1 : kernels.tile_rows; count <= 17; ++count) {
           Rows few = rows;
           few.tokens.resize(static_cast<size_t>(count));
           const auto products = run_ffn(*table, shape, record, few, runtime);
@@ -540,57 +538,15 @@ TEST(Linear, TwoBlocksAtOnceHaveTheBitsOfEachAlone) {
   }
 }
 
-// A stub of brgemm in plain C++.
-std::atomic<int64_t> gemm_calls, gemm_releases;
-
-void plain_gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-                     const uint16_t* a, const uint16_t* b, float* c) {
-  ++gemm_calls;
-  const auto widen = [](uint16_t half) {
-    const uint32_t bits = uint32_t{half} << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-  };
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      float sum = 0;
-      for (int64_t l = 0; l < k; ++l) {
-        sum += widen(a[i * lda + l]) * widen(b[(l / 2 * ldb + j) * 2 + l % 2]);
-      }
-      c[i * ldc + j] = sum;
-    }
-  }
-}
-
-void plain_gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
-                     const uint8_t* a, const int8_t* b, int32_t* c) {
-  ++gemm_calls;
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      int32_t sum = 0;
-      for (int64_t l = 0; l < k; ++l) {
-        sum += int32_t{a[i * lda + l]} * int32_t{b[(l / 4 * ldb + j) * 4 + l % 4]};
-      }
-      c[i * ldc + j] = sum;
-    }
-  }
-}
-
-TEST(Gemm, AgreesWithTheProductsWithoutIt) {
+// Numbers of rows at which a task has several passes, and the last one fewer rows than tiles take.
+TEST(ExpertFfn, ManyRowsAgreeWithTheProductsOfFew) {
   Random random;
-  Runtime runtime;
-  runtime.gemm_bf16 = plain_gemm_bf16;
-  runtime.gemm_u8s8 = plain_gemm_u8s8;
-  runtime.gemm_release = [] { ++gemm_releases; };
   std::vector<Shape> cases;
   for (int32_t group : {32, 64, 128}) {
-    cases.push_back({Format::kInt8, group, 200, 300});
-    cases.push_back({Format::kInt4, group, 200, 300});
-    cases.push_back({Format::kLut4, group, 200, 300});
-    cases.push_back({Format::kInt8Fp16, group, 200, 300});
-    cases.push_back({Format::kInt4Fp16, group, 200, 300});
-    cases.push_back({Format::kFp8, group, 200, 300});
+    for (Format format : {Format::kInt8, Format::kInt4, Format::kLut4, Format::kInt8Fp16,
+                          Format::kInt4Fp16, Format::kFp8}) {
+      cases.push_back({format, group, 200, 300});
+    }
   }
   cases.push_back({Format::kMxfp4, 32, 200, 300});
   cases.push_back({Format::kNvfp4, 16, 200, 300});
@@ -599,7 +555,7 @@ TEST(Gemm, AgreesWithTheProductsWithoutIt) {
   cases.push_back(
       {.format = Format::kTcq2, .hidden = 200, .intermediate = 300, .down = Format::kTcq3});
   cases.push_back({Format::kFp8, 0, 200, 300});
-  cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm call
+  cases.push_back({Format::kBf16, 64, 2100, 65});
   cases.push_back({Format::kBf12, 64, 2100, 65});
   for (Format format : kGgufFormats) cases.push_back({format, 32, 256, 256});
   for (const Shape& shape : cases) {
@@ -607,24 +563,23 @@ TEST(Gemm, AgreesWithTheProductsWithoutIt) {
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     for (const KernelTable* table : all_tables()) {
       SCOPED_TRACE(table->name);
-      const int32_t threshold = table->of(shape.format).gemm_rows;
-      const bool tiles = table->of(shape.format).tiles != nullptr;
-      KernelTable without_tiles = *table;
-      for (FormatKernels& kernels : without_tiles.formats) kernels.tiles = nullptr;
+      KernelTable few = *table;
+      few.panel_rows = kNoRows;
+      for (FormatKernels& kernels : few.formats) kernels.tiles = nullptr;
       std::vector<int32_t> counts{20, 45, 100};
-      if (threshold != kNoRows) counts.insert(counts.end(), {threshold - 1, threshold});
+      const FormatKernels& kernels = table->of(shape.format);
+      if (kernels.tiles != nullptr) {
+        counts.insert(counts.end(), {kernels.tile_rows - 1, kernels.tile_rows});
+      }
       for (int32_t count : counts) {
         const Rows rows(shape.layout(), count, random);
-        gemm_calls = gemm_releases = 0;
-        const auto products = run_ffn(*table, shape, record, rows, runtime);
-        EXPECT_EQ(gemm_calls > 0, count >= threshold && !tiles);
-        EXPECT_EQ(gemm_releases > 0, count >= threshold && !tiles);
-        const auto plain = run_ffn(without_tiles, shape, record, rows);
-        if (!has_float_products(shape.format)) {
-          EXPECT_TRUE(same_bits(products, plain));
-        } else {
-          const std::vector<double> wide(plain.begin(), plain.end());
+        const auto products = run_ffn(*table, shape, record, rows);
+        const auto expected = run_ffn(few, shape, record, rows);
+        if (has_float_products(shape.format) && kernels.tiles != nullptr) {
+          const std::vector<double> wide(expected.begin(), expected.end());
           EXPECT_LT(relative_error(products, wide, rows), 2e-3);
+        } else {
+          EXPECT_TRUE(same_bits(products, expected));
         }
       }
     }

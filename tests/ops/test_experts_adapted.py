@@ -165,7 +165,7 @@ def test_bits_do_not_depend_on_residency_or_chunks(open_pool: OpenPool, seed: in
         for gradient, same in zip(_gradients(pool, x, ids, weights, adapters, grad), expected_gradients, strict=True):
             assert torch.equal(gradient, same)
         assert pool.count("cold_misses") > 0
-    # Calls of few rows use no gemm, whose bits would depend on the number of rows.
+    # Calls of few rows use no tiles, whose bits would depend on the number of rows.
     alone = torch.cat([_run(whole, x[i : i + 1], ids[i : i + 1], weights[i : i + 1], adapters) for i in range(30)])
     chunked = open_pool(spec, in_memory=True, workspace=1)
     assert torch.equal(_run(chunked, x, ids, weights, adapters), alone)

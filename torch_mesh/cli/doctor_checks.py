@@ -117,7 +117,7 @@ def _quantized_checkpoints() -> Finding:
 def _extension() -> tuple[Finding, ModuleType | None]:
     if torch_mesh._unusable is not None:
         found = (
-            f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, brgemm, NUMA and GPUs were not looked at)"
+            f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, NUMA and GPUs were not looked at)"
         )
         return Finding("extension", "missing", found, "make build", required=True), None
     from torch_mesh import _C
@@ -136,8 +136,6 @@ def _engine_features(engine: ModuleType, folder: Path | None) -> list[Finding]:
         *([] if folder is None else [_direct_io(engine.direct_io_alignment, folder)]),
         _instruction_sets(features["isa"], features["isas"].split()),
         _bf16_products(),
-        _brgemm("bf16", features["brgemm_bf16"]),
-        _brgemm("int8", features["brgemm_int8"]),
         _numa(int(features["numa_nodes"]), int(features["numa_compute_nodes"])),
         _gpu(engine.cuda_driver()),
     ]
@@ -219,12 +217,6 @@ def _bf16_products() -> Finding:
         return Finding("bf16 products", "ok", found)
     found = f"the processor's own: torch's for prompts, torch_mesh's kernels for decode steps (dense=\"auto\"); {less}"
     return Finding("bf16 products", "ok", found)
-
-
-def _brgemm(operands: str, obstacle: str) -> Finding:
-    if not obstacle:
-        return Finding(f"brgemm, {operands}", "ok", "works")
-    return Finding(f"brgemm, {operands}", "limited", f"{obstacle}; long prompts use torch_mesh's own matrix kernels")
 
 
 def _numa(nodes: int, compute_nodes: int) -> Finding:
