@@ -32,7 +32,7 @@ from op_layer import (
     random_routing,
 )
 
-from torch_mesh.modules.dense import torch_emulates_bf16
+from torch_mesh.hf.torch_compat import multiplies_bf16
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(options: Any) -> Report:
         return partial(rate, operations, partial(layer, x, *routing))
 
     contenders = {form.name: layer_rate(form.weights, form.group_size) for form in FORMATS}
-    native = torch.float32 if torch_emulates_bf16() else torch.bfloat16
+    native = torch.bfloat16 if multiplies_bf16() else torch.float32
     contenders["torch"] = square_product(operations, native)
     harness.interleave(contenders, 1)
     rates = harness.interleave(contenders, options.rounds)

@@ -256,8 +256,8 @@ class ConfigFields:
         one_of("auto", "none", "codes", *DENSE_FORMATS),
         "How the CPU computes the linear layers outside the experts (attention, shared experts, the head). "
         '`"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel multiplies with them, in inference '
-        "only: up to 4 rows, or any number on CPUs without native bf16. Sums are in another order than "
-        "torch's. `\"none\"`: always torch's own products. A format: the layers are packed to it when the model "
+        "only: up to 4 rows, or any number on CPUs without native bf16 or with a slow one. Sums are in another order "
+        "than torch's. `\"none\"`: always torch's own products. A format: the layers are packed to it when the model "
         'is patched or loaded, and frozen. `"codes"`: the layers keep the codes of a [GGUF file](checkpoints.md#gguf), '
         'or of a store made of one, frozen; those in types without a kernel are as with `"auto"`.',
     )

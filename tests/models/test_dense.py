@@ -176,7 +176,7 @@ def test_generate_compiled_with_a_static_cache_gives_the_eager_tokens(ids: torch
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates a processor without native bf16 products."""
-    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
+    monkeypatch.setattr("torch_mesh.modules.dense.multiplies_any_rows", lambda: True)
 
 
 def _plain(model: nn.Module) -> set[str]:
@@ -314,10 +314,10 @@ def test_a_head_tied_to_the_embedding_stays_tied(ids: torch.Tensor) -> None:
 
 
 def test_auto_keeps_the_layers_that_torch_computes_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
+    monkeypatch.setattr("torch_mesh.modules.dense.multiplies_any_rows", lambda: True)
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build().float()))
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="none"))
-    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: False)
+    monkeypatch.setattr("torch_mesh.modules.dense.multiplies_any_rows", lambda: False)
     model = torch_mesh.patch(TINY_MODELS[QWEN].build())
     head = model.lm_head
     assert "products=torch_mesh up to 4 rows (dense=" in repr(head)

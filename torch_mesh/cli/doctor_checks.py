@@ -116,9 +116,7 @@ def _quantized_checkpoints() -> Finding:
 
 def _extension() -> tuple[Finding, ModuleType | None]:
     if torch_mesh._unusable is not None:
-        found = (
-            f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, NUMA and GPUs were not looked at)"
-        )
+        found = f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, NUMA and GPUs were not looked at)"
         return Finding("extension", "missing", found, "make build", required=True), None
     from torch_mesh import _C
 
@@ -204,15 +202,16 @@ def _instruction_sets(chosen: str, available: list[str]) -> Finding:
 def _bf16_products() -> Finding:
     """The criterion of ``dense="auto"``; imported here, since the extension may be missing."""
     from torch_mesh.formats import FORMATS
-    from torch_mesh.modules.dense import torch_emulates_bf16
+    from torch_mesh.modules.dense import multiplies_any_rows
 
     less = (
         'MeshConfig(dense="int8") halves what attention, shared experts and the head read for each token, with weights '
         f'off by {FORMATS["int8"].errors[64]:.1%}; "int4" quarters it, off by {FORMATS["int4"].errors[64]:.0%}'
     )
-    if torch_emulates_bf16():
+    if multiplies_any_rows():
         found = (
-            f'none in this processor, so torch_mesh\'s kernels compute the rest of a model, too (dense="auto"); {less}'
+            "none or slow ones in this processor, so torch_mesh's kernels compute the rest of a model, too "
+            f'(dense="auto"); {less}'
         )
         return Finding("bf16 products", "ok", found)
     found = f"the processor's own: torch's for prompts, torch_mesh's kernels for decode steps (dense=\"auto\"); {less}"

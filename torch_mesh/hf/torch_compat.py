@@ -30,6 +30,7 @@ __all__ = [
     "is_tracing",
     "make_wrapper",
     "multiplies_bf16",
+    "multiplies_in_tiles",
     "pytree",
     "raise_recompile_limit",
     "version_of",
@@ -112,7 +113,12 @@ def in_forward_mode() -> bool:
 
 def multiplies_bf16() -> bool:
     """Whether torch uses native bf16 products of this CPU."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() or multiplies_in_tiles()
+
+
+def multiplies_in_tiles() -> bool:
+    """Whether torch uses AMX."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def raise_recompile_limit(minimum: int) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError, prefix_errors_with
 from torch_mesh.formats import FORMATS
 from torch_mesh.hf.compat import keep_local, modules_in_fp32
-from torch_mesh.hf.torch_compat import in_forward_mode, multiplies_bf16
+from torch_mesh.hf.torch_compat import in_forward_mode, multiplies_in_tiles
 from torch_mesh.models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from torch_mesh.modules.experts import PackedModule, change_class, restore_class, restore_weight
 from torch_mesh.modules.packed_weight import PackedLinearWeight, as_parameter, device_around
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _MIN_FEATURES = 32
 _MAX_FEATURES = 1 << 20  # rows or columns that a kernel supports
 _ORDINARY = (nn.Parameter, torch.Tensor)
-# Up to so many rows torch_mesh reads weights faster than torch on CPUs with native bf16 (docs/decisions/0051).
+# Up to so many rows torch_mesh reads weights faster than torch on CPUs with fast native bf16 (docs/decisions/0051).
 _MAX_ROWS = 4
 _MAX_FP32_VALUES = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
@@ -93,7 +94,7 @@ class MeshLinear(PackedModule, nn.Linear):
 
 
 class PlainLinear(nn.Linear):
-    """An ``nn.Linear`` that uses torch_mesh's kernel for bf16 weights if torch emulates bf16 or has few rows.
+    """An ``nn.Linear`` that uses torch_mesh's kernel for bf16 weights where that is faster than torch.
 
     If the layer is frozen, the gradient of its input uses it too. torch computes everything else: gradients of weights
     and biases, forward-mode gradients, other dtypes and devices, tensor subclasses, autocast.
@@ -168,9 +169,11 @@ def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype == torch.bfloat16
 
 
-def torch_emulates_bf16() -> bool:
-    """Whether the CPU lacks native bf16, so that torch's products take several times as long as reading the weights."""
-    return not multiplies_bf16()
+@functools.cache
+def multiplies_any_rows() -> bool:
+    """Whether torch_mesh multiplies bf16 faster than torch for any number of rows: on CPUs without native bf16, which
+    torch emulates, and on Intel's without AMX, where products of fp32 are faster than bf16's (0027)."""
+    return not multiplies_in_tiles() and "avx512_bf16" not in _C.features()["isas"].split()
 
 
 def packs(dense: str) -> bool:
@@ -183,7 +186,7 @@ def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense:
     and torch_mesh multiplies where that is faster."""
     if dense in ("auto", CODES):
         max_rows = None
-        if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
+        if not multiplies_any_rows():  # verification has to give the bits of plain decoding
             max_rows = _MAX_ROWS if speculation == "off" else _C.MAX_DECODE_ROWS
         linears = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
         for linear in linears:
