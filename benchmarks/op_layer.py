@@ -21,6 +21,7 @@ from torch_mesh.models.families import ExpertTensors, Geometry
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import open_store
+from torch_mesh.store.mirrors import find_copies
 
 SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
@@ -113,11 +114,12 @@ def pack(
     return pack_expert(ExpertTensors(gate, up, down, None, None, None), weights, group_size)
 
 
-def store_engine(folder: Path, **options: Any) -> _C.Engine:
+def store_engine(folder: Path, *, mirrors: Sequence[str] = (), **options: Any) -> _C.Engine:
     """Return an engine on the records of a converted checkpoint, with as many threads as torch. ``options`` are further
     arguments of ``_C.Engine``."""
     store = open_store(folder)
     manifest, shape = store.manifest, store.manifest.shape
+    arguments = store.source_arguments()
     return _C.Engine(
         layers=shape.layers,
         experts=shape.experts,
@@ -130,6 +132,6 @@ def store_engine(folder: Path, **options: Any) -> _C.Engine:
         activation=shape.activation,
         threads=0,
         timeout=60.0,
-        source=_C.Source(**store.source_arguments()),
+        source=_C.Source(**arguments, copies=find_copies(arguments["files"], mirrors)),
         **options,
     )

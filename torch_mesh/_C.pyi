@@ -290,8 +290,10 @@ class Source:
     [layers, experts], each expert's index in ``raw_views``; None if there is one for all.
 
     A rank has a range of the model's experts, from ``first_expert`` on, and numbers them from 0; checksums and errors
-    use the model's numbers. ``routed_experts`` is how many routers choose from; 0: the source has all of them. Raises
-    ValueError for an extent outside of its file.
+    use the model's numbers. ``routed_experts`` is how many routers choose from; 0: the source has all of them.
+
+    ``copies``: for each file the paths of its copies on other drives, "" where a drive lacks one; empty: none at all.
+    Raises ValueError for an extent outside of its file.
     """
 
     def __init__(
@@ -305,6 +307,7 @@ class Source:
         raw_views_of: npt.NDArray[np.int64] | None = None,
         first_expert: int = 0,
         routed_experts: int = 0,
+        copies: Sequence[Sequence[str]] = (),
     ) -> None: ...
     @property
     def staging_bytes(self) -> int:

@@ -300,6 +300,13 @@ class ConfigFields:
         'else by threads. `"buffered"`: as `"auto"`, but through the page cache instead of direct I/O. '
         "The cache keeps evicted experts in memory that is free ([when](decisions/0068-buffered-reads.md)).",
     )
+    mirrors: tuple[str, ...] = _field(
+        (),
+        validators.folders,
+        "Folders on other drives with copies of the files that hold the experts, or of some of these files. Each read "
+        "is divided among [the drives](settings.md#several-drives), so that two read about twice as fast as one. For "
+        "direct reads of a checkpoint, GGUF file or store.",
+    )
     policy: str = _field(
         "auto",
         one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),

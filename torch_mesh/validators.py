@@ -143,6 +143,9 @@ def path(kind: str) -> Values:
     return Values(f"a {kind}, or none", check)
 
 
+_FOLDER = path("folder")
+
+
 @partial(Values, '`"auto"`, `"off"`, or a file')
 def prefetch(name: str, value: Any) -> str:
     if value in ("auto", "off"):
@@ -209,6 +212,14 @@ def tables(name: str, value: Any) -> str | int | tuple[str, ...]:
         f"{name}={value!r} is unknown: give 'auto', 'off', a size for the rows that are kept in memory, or the names "
         "of embeddings, such as 'embed_tokens_per_layer'."
     )
+
+
+@partial(Values, "folders, in a string separated by commas")
+def folders(name: str, value: Any) -> tuple[str, ...]:
+    given = value.split(",") if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
+    if not isinstance(given, list | tuple) or any(each is None for each in given):
+        raise ValueError(f"{name}={value!r} is not a list of folders: give paths, or a string of them with commas.")
+    return tuple(str(_FOLDER.check(name, each.strip() if isinstance(each, str) else each)) for each in given)
 
 
 @partial(Values, f'`"auto"`, or 1 to {MAX_THREADS}')

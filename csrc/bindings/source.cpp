@@ -150,14 +150,22 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
                      const py::bytes& store_id, const std::optional<std::string>& raw_dtype,
                      const std::optional<std::vector<py::dict>>& raw_views,
                      const std::optional<Int64Array>& raw_views_of, int32_t first_expert,
-                     int32_t routed_experts) {
+                     int32_t routed_experts, const std::vector<std::vector<std::string>>& copies) {
   if (extents.ndim() != 4 || extents.shape(3) != 3 || extents.shape(2) < 1 ||
       extents.shape(2) > kMaxPieces) {
     throw_invalid("extents must be int64 [layers, experts, pieces (1 to ", kMaxPieces, "), 3]");
   }
   PySource result;
   Source& source = result.source;
-  for (const auto& [path, bytes] : files) source.files.push_back(File{path, bytes});
+  if (!copies.empty() && copies.size() != files.size()) {
+    throw_invalid("copies has ", copies.size(), " lists; give one for each of ", files.size(),
+                  " files, or none");
+  }
+  for (size_t index = 0; index < files.size(); ++index) {
+    const auto& [path, bytes] = files[index];
+    source.files.push_back(
+        File{path, bytes, copies.empty() ? std::vector<std::string>() : copies[index]});
+  }
   source.layers = static_cast<int32_t>(extents.shape(0));
   source.experts = static_cast<int32_t>(extents.shape(1));
   source.pieces = static_cast<int32_t>(extents.shape(2));
@@ -419,7 +427,8 @@ void define_source(py::module_& module) {
       .def(py::init(&make_source), py::arg("files"), py::arg("extents"), py::arg("checksums"),
            py::arg("store_id"), py::arg("raw_dtype") = py::none(),
            py::arg("raw_views") = py::none(), py::arg("raw_views_of") = py::none(),
-           py::arg("first_expert") = 0, py::arg("routed_experts") = 0)
+           py::arg("first_expert") = 0, py::arg("routed_experts") = 0,
+           py::arg("copies") = std::vector<std::vector<std::string>>())
       .def_property_readonly("staging_bytes", [](const PySource& source) {
         const PoolOptions options;
         return options.staging * staging_bytes(source.source);

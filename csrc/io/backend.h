@@ -23,6 +23,7 @@ struct ChunkRead {
   int64_t offset;
   int64_t bytes;
   std::byte* to;
+  int32_t descriptor;  // index in FileTable::descriptors()
 };
 
 struct ChunkResult {

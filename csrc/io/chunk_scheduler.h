@@ -1,14 +1,16 @@
 // The scheduling of a reader, as plain data: requests in, chunks out, completions in, reports out.
 // It has no threads and makes no system calls, so that a test can try every order of events. It
-// reads the clock only for the times in reports.
+// reads the clock for the times in reports, and for the speeds of several drives.
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "io/backend.h"
+#include "io/file_table.h"
 #include "io/index_list.h"
 #include "io/reader.h"
 
@@ -16,8 +18,12 @@ namespace torch_mesh {
 
 class ChunkScheduler {
  public:
+  using Time = std::chrono::steady_clock::time_point;
+  using Now = Time (*)();
+
   ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries,
-                 int64_t max_bytes_under_way);
+                 int64_t max_bytes_under_way, FileCopies copies = {},
+                 Now now = &std::chrono::steady_clock::now);
 
   void add(const ReadRequest& request);  // std::bad_alloc changes nothing
   void raise_priority(uint64_t tag);
@@ -26,8 +32,9 @@ class ChunkScheduler {
   void cancel();
 
   // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, which
-  // are first come, first served. None when `depth` chunks or the limit of bytes are under way, or
-  // nothing that waits may start.
+  // are first come, first served. It is read from the drive that will have read it first, of those
+  // with its file, and after an error from one that has not failed. None when `depth` chunks are
+  // under way, or the limit of bytes on each drive with something to read.
   std::optional<ChunkRead> next();
   // `result` and `final`: as in ChunkResult.
   void complete(int32_t chunk, int64_t result, bool final = false);
@@ -65,36 +72,61 @@ class ChunkScheduler {
     int64_t bytes;
     int64_t needed;
     std::byte* to;
-    int64_t landed = 0;   // bytes that are there, from the front
-    int64_t resume = 0;   // where the next attempt starts: `landed`, aligned down
-    int32_t retries = 0;  // after errors of the disk
-    int32_t stalls = 0;   // attempts in a row without progress
+    int64_t landed = 0;      // bytes that are there, from the front
+    int64_t resume = 0;      // where the next attempt starts: `landed`, aligned down
+    int32_t drive = 0;       // of the last attempt
+    uint32_t failed_on = 0;  // a bit for each drive that has returned an error
+    int32_t retries = 0;     // after errors of the disk
+    int32_t stalls = 0;      // attempts in a row without progress
+  };
+  struct Drive {
+    int64_t bytes = 0;  // under way
+    int32_t chunks = 0;
+    // Its speed while it reads, with more weight on recent reads. Counted for several drives alone.
+    Time counted_until;
+    double seconds = 0;
+    double bytes_read = 0;
+    int32_t passed_over = 0;  // chunks of other drives since its last one
   };
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
-  // Whether a prefetch chunk may start. A chunk under way cannot be overtaken, and shares the disk
-  // with those that begin after it. So a prefetch begins only beside the last demand reads, which
-  // it slows down little. Few are under way at a time, so that they delay the next demand reads
-  // little.
-  bool room_for_prefetch() const;
-  int32_t under_way() const;
-  int32_t ready_chunk(Urgency urgency) const;
-  int32_t cut(Urgency urgency);
+  // The drive that will have read a chunk of `file` first, of those that have not failed, or else
+  // of all. -1 if it has no room.
+  int32_t drive_for(int32_t file, uint32_t failed_on, Urgency urgency) const;
+  // The time until a drive has read what is under way and one more chunk; in bytes while no drive's
+  // speed is known.
+  double time_to_read(const Drive& drive) const;
+  void count_begun(int32_t drive);
+  void count_read(Drive& drive, int64_t bytes);
+  // Whether a chunk may start on `drive`. A chunk under way cannot be overtaken, and shares the
+  // drive with those that begin after it. So a prefetch begins only beside the last demand reads,
+  // which it slows down little. Few are under way at a time, so that they delay the next demand
+  // reads little.
+  bool room(int32_t drive, Urgency urgency) const;
+  bool any_room(Urgency urgency) const;                    // on some drive
+  static const Piece& next_piece(const Request& request);  // of which cut() makes a chunk
+  int32_t cut(int32_t request);
   bool skip_to_needed(Request& request) const;
-  ChunkRead start(int32_t chunk);
+  ChunkRead start(int32_t chunk, int32_t drive);
   void advance(int32_t chunk, int64_t bytes);
+  // After an error of the drive it was read from: whether another one has its file and has returned
+  // no error.
+  bool other_drive_left(Chunk& chunk) const;
   bool may_repeat(Chunk& chunk, int error) const;
   bool unwanted(const Chunk& chunk) const;
   void fail(int32_t chunk, int error);
   void release(int32_t chunk);
   void stop_cutting(int32_t request);
-  static void record_error(Request& request, int error, int32_t file, int64_t offset);
+  static void record_error(Request& request, int error, int32_t file, int32_t drive,
+                           int64_t offset);
   void finish_if_complete(int32_t request);
 
   const int64_t chunk_bytes_;
   const int64_t alignment_;
   const int32_t retries_;
-  const int64_t max_bytes_under_way_;
+  const int64_t max_bytes_under_way_;  // of a drive
+  const FileCopies copies_;
+  const Now now_;
   bool canceled_ = false;
 
   std::vector<Request> requests_;  // by the low bits of tags
@@ -105,7 +137,7 @@ class ChunkScheduler {
                                                    IndexList(links_)};  // by urgency
   IndexList finished_{links_};
   int32_t ready_ = 0;
-  int64_t bytes_under_way_ = 0;
+  std::vector<Drive> drives_;
   int64_t live_ = 0;
 };
 

@@ -96,16 +96,24 @@ void check_size(const File& file, int descriptor) {
   }
 }
 
+[[noreturn]] void refuse_copy(const std::string& path, const std::string& obstacle) {
+  throw Error(ErrorKind::kInvalid,
+              concat(path, " cannot be read beside the original: ", obstacle,
+                     ", and copies on several drives need direct reads; leave the mirror out"),
+              {.file = path});
+}
+
 }  // namespace
 
 FileTable::FileTable(std::span<const File> files, bool direct) {
   for (const File& file : files) open_one(file, direct);
+  open_copies(files);
 }
 
-void FileTable::add(Descriptor opened, bool buffered) {
+int32_t FileTable::add(Descriptor opened) {
   descriptors_.push_back(opened.get());
   opened_.push_back(std::move(opened));
-  buffered_.push_back(buffered);
+  return static_cast<int32_t>(descriptors_.size()) - 1;
 }
 
 void FileTable::open_one(const File& file, bool direct) {
@@ -117,25 +125,11 @@ void FileTable::open_one(const File& file, bool direct) {
   }
   check_kind(file);
   if (direct) {
-    std::string obstacle = "the file system refuses O_DIRECT";
-    Descriptor opened(open_repeating(file, O_DIRECT));
-    if (opened.get() < 0 && errno != EINVAL) fail_to_open(file, errno, "cannot open");
-    if (opened.get() >= 0) {
-      check_size(file, opened.get());
-      const int64_t reported = reported_alignment(opened.get());
-      const int64_t alignment = tried_alignment(reported);
-      if (alignment > kRecordAlignment) {
-        obstacle = concat("the file system wants direct reads in multiples of ", alignment,
-                          " bytes, and records are aligned to ", kRecordAlignment);
-      } else if (!direct_read_refused(opened.get(), alignment)) {
-        if (alignment != reported) {
-          notes_.push_back(file.path +
-                           ": the file system does not say how direct I/O is aligned (" +
-                           std::to_string(reported) + "); reading in units of 4096 bytes");
-        }
-        alignment_ = std::max(alignment_, alignment);
-        return add(std::move(opened), false);
-      }
+    std::string obstacle;
+    if (Descriptor opened = open_direct(file, obstacle); opened.get() >= 0) {
+      add(std::move(opened));
+      buffered_.push_back(false);
+      return;
     }
     notes_.push_back(file.path + ": " + obstacle +
                      "; reading through the page cache, which costs processor time");
@@ -145,7 +139,59 @@ void FileTable::open_one(const File& file, bool direct) {
   check_size(file, opened.get());
   // Otherwise each random read also reads as much as the disk's read-ahead is set to.
   posix_fadvise(opened.get(), 0, 0, POSIX_FADV_RANDOM);
-  add(std::move(opened), true);
+  add(std::move(opened));
+  buffered_.push_back(true);
+}
+
+Descriptor FileTable::open_direct(const File& file, std::string& obstacle) {
+  obstacle = "the file system refuses O_DIRECT";
+  Descriptor opened(open_repeating(file, O_DIRECT));
+  if (opened.get() < 0) {
+    if (errno != EINVAL) fail_to_open(file, errno, "cannot open");
+    return opened;
+  }
+  check_size(file, opened.get());
+  const int64_t reported = reported_alignment(opened.get());
+  const int64_t alignment = tried_alignment(reported);
+  if (alignment > kRecordAlignment) {
+    obstacle = concat("the file system wants direct reads in multiples of ", alignment,
+                      " bytes, and records are aligned to ", kRecordAlignment);
+    return Descriptor();
+  }
+  if (direct_read_refused(opened.get(), alignment)) return Descriptor();
+  if (alignment != reported) {
+    notes_.push_back(file.path + ": the file system does not say how direct I/O is aligned (" +
+                     std::to_string(reported) + "); reading in units of 4096 bytes");
+  }
+  alignment_ = std::max(alignment_, alignment);
+  return opened;
+}
+
+void FileTable::open_copies(std::span<const File> files) {
+  size_t drives = 1;
+  for (const File& file : files) drives = std::max(drives, file.copies.size() + 1);
+  if (drives == 1) return;
+  std::vector<int32_t> descriptors;
+  for (size_t index = 0; index < files.size(); ++index) {
+    const File& file = files[index];
+    descriptors.push_back(static_cast<int32_t>(index));
+    for (size_t drive = 1; drive < drives; ++drive) {
+      const std::string path = drive <= file.copies.size() ? file.copies[drive - 1] : "";
+      if (!path.empty() && buffered_[index]) {
+        refuse_copy(path, concat(file.path, " is read through the page cache"));
+      }
+      descriptors.push_back(path.empty() ? -1 : open_copy({path, file.bytes}));
+    }
+  }
+  copies_ = FileCopies(static_cast<int32_t>(drives), std::move(descriptors));
+}
+
+int32_t FileTable::open_copy(const File& copy) {
+  check_kind(copy);
+  std::string obstacle;
+  Descriptor opened = open_direct(copy, obstacle);
+  if (opened.get() < 0) refuse_copy(copy.path, obstacle);
+  return add(std::move(opened));
 }
 
 bool FileTable::buffered() const { return std::ranges::find(buffered_, true) != buffered_.end(); }

@@ -49,7 +49,7 @@ class EngineReader final : public Reader {
         backend_(std::move(backend)),
         done_(std::move(done)),
         scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries,
-                   options.max_bytes_under_way),
+                   options.max_bytes_under_way, files_->copies()),
         results_(backend_->capacity()) {
     thread_ = start_thread("the I/O thread", [this] { run(); });
   }
@@ -171,7 +171,7 @@ class EngineReader final : public Reader {
 
   void check(const Piece& piece) const {
     const Extent& from = piece.from;
-    const int64_t files = std::ssize(files_->descriptors());
+    const int64_t files = files_->files();
     if (from.file < 0 || from.file >= files) {
       refuse("names file ", from.file, "; the reader has files 0 to ", files - 1);
     }
@@ -365,24 +365,26 @@ Owned<Reader> open_reader(const ReaderOptions& options, std::span<const File> fi
     }
   }
   const auto table = std::make_shared<const FileTable>(files, options.direct);
+  const int32_t drives = table->copies().drives();
   std::vector<std::string> notes = table->notes();
   if (options.backend != "threads") {
     try {
-      return open_reader_over(make_uring_backend(table, buffers, options.depth), options, table,
-                              done, table->buffered(), notes);
+      return open_reader_over(make_uring_backend(table, buffers, drives * options.depth), options,
+                              table, done, table->buffered(), notes);
     } catch (const Error& error) {
       if (options.backend == "uring" || error.kind() != ErrorKind::kInvalid) throw;
       notes.push_back(std::string(error.what()) + "; reading with a pool of threads");
     }
   }
-  return open_reader_over(make_threads_backend(table, options.threads, options.depth), options,
-                          table, done, table->buffered(), std::move(notes));
+  return open_reader_over(
+      make_threads_backend(table, drives * options.threads, drives * options.depth), options, table,
+      done, table->buffered(), std::move(notes));
 }
 
 Owned<Reader> open_reader_over(std::unique_ptr<Backend> backend, const ReaderOptions& options,
                                std::shared_ptr<const FileTable> files, Reader::Done done,
                                bool buffered, std::vector<std::string> notes) {
-  check(options, std::ssize(files->descriptors()), done);
+  check(options, files->files(), done);
   if (options.interpose) backend = options.interpose(std::move(backend), files);
   auto reader = make_owned<EngineReader>(options, std::move(files), std::move(backend),
                                          std::move(done), buffered, std::move(notes));

@@ -45,9 +45,10 @@ struct ReadRequest {
 
 struct ReadResult {
   uint64_t tag = 0;
-  int error = 0;  // 0 or an errno; ENODATA: the file ended before `needed` bytes
-  int32_t file = 0;
-  int64_t offset = 0;                                // where it failed
+  int error = 0;      // 0 or an errno; ENODATA: the file ended before `needed` bytes
+  int32_t file = 0;   // where it failed
+  int32_t drive = 0;  // of those with a copy of the file
+  int64_t offset = 0;
   std::chrono::steady_clock::time_point begun = {};  // its first chunk; unset: never
   std::chrono::steady_clock::time_point ended = {};  // its last one
 };
@@ -66,13 +67,13 @@ using Interpose = std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend
 
 struct ReaderOptions {
   std::string backend = "auto";  // uring where it works, else threads; "uring"; "threads"
-  int32_t depth = 16;            // chunks under way
+  int32_t depth = 16;            // chunks under way for each drive
   int64_t chunk_bytes = 1 << 20;
   // No chunk begins while this many bytes are under way. Reads under way together share the disk
   // and end together, and all their records are computed after the last. 6 MiB keep a disk of 28
   // GB/s busy for 0.2 ms, which is its latency; more only delay the first record.
   int64_t max_bytes_under_way = 6 << 20;
-  int32_t threads = 8;            // of the "threads" backend
+  int32_t threads = 8;            // of the "threads" backend, for each drive
   int32_t retries = 3;            // repeats of a chunk after errors of the disk
   bool direct = true;             // O_DIRECT where the file system allows it; else see FileTable
   Interpose interpose = nullptr;  // for tests

@@ -82,7 +82,7 @@ class ThreadsBackend final : public Backend {
       waiting_.pop_back();
       lock.unlock();
       const ssize_t got =
-          ::pread(files_->descriptors()[read.file], read.to, read.bytes, read.offset);
+          ::pread(files_->descriptors()[read.descriptor], read.to, read.bytes, read.offset);
       const int64_t result = got >= 0 ? int64_t{got} : -int64_t{errno};
       lock.lock();
       completed_.push_back({.chunk = read.chunk, .result = result});

@@ -166,7 +166,7 @@ class UringBackend final : public Backend {
 
   void submit(const ChunkRead& read) override {
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-    const int file = files_registered_ ? read.file : files_->descriptors()[read.file];
+    const int file = files_registered_ ? read.descriptor : files_->descriptors()[read.descriptor];
     const int buffer = buffer_of(read);
     const unsigned bytes = static_cast<unsigned>(read.bytes);
     if (buffer >= 0) {

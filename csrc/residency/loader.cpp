@@ -344,7 +344,7 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
   if (result.error == EBADMSG) return checksum_error(id);  // the owner of a shared pool says so
   ErrorPlace place = error_place(source_, id);
   if (result.file >= 0 && result.file < static_cast<int32_t>(source_.files.size())) {
-    place.file = source_.files[result.file].path;
+    place.file = source_.files[result.file].path_on(result.drive);
     place.offset = result.offset;
   }
   return torch_mesh::read_error(describe(source_, id), place, result.error);
@@ -352,8 +352,10 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
 
 Error Loader::checksum_error(ExpertId id) const {
   const ErrorPlace place = error_place(source_, id);
-  return Error(ErrorKind::kChecksum,
-               wrong_checksum(describe(source_, id), place.file, place.offset), place);
+  const bool mirrored = !source_.files.empty() && !source_.files.front().copies.empty();
+  const std::string file = place.file + (mirrored ? " or a copy of it in mirrors" : "");
+  return Error(ErrorKind::kChecksum, wrong_checksum(describe(source_, id), file, place.offset),
+               place);
 }
 
 void Loader::validate() const {

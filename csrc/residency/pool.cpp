@@ -64,10 +64,11 @@ PoolOptions checked(const PoolOptions& options, const Source& source, const Pack
 
 // As many records as the reader prefetches at a time, and one to follow. A slot that is taken
 // sooner is an eviction that may prove needless. With a depth below four it is one record.
-int64_t reads_ahead(const PoolOptions& options) {
+int64_t reads_ahead(const PoolOptions& options, const Source& source) {
+  const int64_t drives = source.files.empty() ? 1 : std::ssize(source.files[0].copies) + 1;
   const int64_t chunk = std::min(options.reader.chunk_bytes, options.record_bytes);
   const int64_t at_a_time =
-      std::min<int64_t>(options.reader.depth / 4 * chunk, kMaxBytesBesidePrefetch);
+      drives * std::min<int64_t>(options.reader.depth / 4 * chunk, kMaxBytesBesidePrefetch);
   return 1 + (at_a_time + options.record_bytes - 1) / options.record_bytes;
 }
 
@@ -89,7 +90,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
              .slots = options.slots,
              .soft_pins = options.soft_pins,
              .prefill = options.prefill,
-             .reads_ahead = reads_ahead(options),
+             .reads_ahead = reads_ahead(options, source_),
              .slots_per_segment = static_cast<int32_t>(memory_->first_of(1)),
              .reads = !source_.files.empty()},
             make_policy(options.policy, {layers(), experts(), options.slots})) {

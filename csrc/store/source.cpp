@@ -38,8 +38,13 @@ void validate_files(const Source& source) {
   for (size_t index = 0; index < source.files.size(); ++index) {
     const File& file = source.files[index];
     if (file.path.empty()) throw_invalid("file ", index, " has an empty path");
-    if (file.path.find('\0') != std::string::npos) {
+    const auto has_nul = [](const std::string& path) { return path.find('\0') != path.npos; };
+    if (has_nul(file.path) || std::ranges::any_of(file.copies, has_nul)) {
       throw_invalid("the path of file ", index, " contains a NUL byte");
+    }
+    if (std::ssize(file.copies) >= kMaxDrives) {
+      throw_invalid("file ", index, " has ", file.copies.size(), " copies; at most ",
+                    kMaxDrives - 1, " are allowed");
     }
     if (file.bytes < 0) {
       refuse({.file = file.path}, "the size of ", file.path, " is ", file.bytes,

@@ -80,7 +80,8 @@ class FaultyBackend final : public ForwardingBackend {
 
  private:
   struct Attempt {
-    ChunkRead read{.chunk = -1, .file = -1, .offset = -1, .bytes = 0, .to = nullptr};
+    ChunkRead read{
+        .chunk = -1, .file = -1, .offset = -1, .bytes = 0, .to = nullptr, .descriptor = -1};
     bool failed_once = false;
   };
   struct Held {
@@ -115,7 +116,7 @@ class FaultyBackend final : public ForwardingBackend {
   // An adjacent offset with as many bytes, if there is one.
   int64_t misplaced(const ChunkRead& read) const {
     const int64_t step = std::max<int64_t>(files_->alignment(), 512);
-    const int64_t end = ::lseek(files_->descriptors()[read.file], 0, SEEK_END);
+    const int64_t end = ::lseek(files_->descriptors()[read.descriptor], 0, SEEK_END);
     if (read.offset >= step) return read.offset - step;
     return read.offset + step + read.bytes <= end ? read.offset + step : read.offset;
   }

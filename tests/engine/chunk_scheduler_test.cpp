@@ -165,6 +165,143 @@ TEST(ChunkScheduler, BytesUnderWayAreLimited) {
   EXPECT_FALSE(scheduler.next());
 }
 
+// Two drives, both with file 0 and only the first with file 1. Descriptor 2 is file 0's copy.
+FileCopies two_drives() { return {2, {0, 2, 1, -1}}; }
+
+// A clock that stands still: no speeds are known, and the drive with the fewest bytes under way is
+// read.
+ChunkScheduler::Time frozen() { return {}; }
+
+ReadRequest request_of_file(int32_t file, int64_t bytes) {
+  ReadRequest request = plain_request(static_cast<uint64_t>(file), 0, bytes, Urgency::kDemand);
+  request.piece[0].from.file = file;
+  return request;
+}
+
+TEST(ChunkScheduler, ARequestIsDividedAmongTheDrivesWithItsFile) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(0, 4 * 4096));
+  scheduler.add(request_of_file(1, 2 * 4096));
+  for (const int32_t descriptor : {0, 2, 0, 2, 1, 1}) {
+    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+  }
+  EXPECT_FALSE(scheduler.next());
+}
+
+TEST(ChunkScheduler, TheDriveThatIsFreeFirstReadsTheNextChunk) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(0, 10 * kMiB));
+  std::vector<ChunkRead> started;
+  while (const auto read = scheduler.next()) started.push_back(*read);
+  EXPECT_EQ(started.size(), 6u) << "each drive has three MiB under way";
+  for (const size_t index : {1, 3, 5}) {  // of the second drive
+    EXPECT_EQ(started[index].descriptor, 2);
+    scheduler.complete(started[index].chunk, kMiB);
+    EXPECT_EQ(scheduler.next()->descriptor, 2);
+    EXPECT_FALSE(scheduler.next());
+  }
+}
+
+// The time of schedulers with several drives, which only tests move.
+ChunkScheduler::Time test_time;
+
+TEST(ChunkScheduler, ADriveReadsByItsSpeed) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), [] { return test_time; });
+  // Reads one request of three chunks to its end, the first drive in 1 ms a chunk and the second in
+  // `slow` ms; returns how many chunks the second one read.
+  const auto chunks_of_second = [&](int64_t slow) {
+    scheduler.add(request_of_file(0, 3 * kMiB));
+    std::vector<std::pair<int64_t, ChunkRead>> under_way;  // by the time of its end
+    std::array<int64_t, 2> free{};
+    int32_t of_second = 0;
+    while (const auto read = scheduler.next()) {
+      const bool second = read->descriptor == 2;
+      of_second += second;
+      under_way.emplace_back(free[second] += second ? slow : 1, *read);
+    }
+    std::ranges::sort(under_way, {}, [](const auto& each) { return each.first; });
+    const auto begin = test_time;
+    for (const auto& [end, read] : under_way) {
+      test_time = begin + std::chrono::milliseconds(end);
+      scheduler.complete(read.chunk, read.bytes);
+    }
+    EXPECT_EQ(scheduler.take_finished()->error, 0);
+    return of_second;
+  };
+  EXPECT_EQ(chunks_of_second(8), 1) << "no speed is known";
+  for (int32_t request = 0; request < 8; ++request) EXPECT_EQ(chunks_of_second(8), 0);
+  int32_t tries = 0;
+  for (int32_t request = 0; request < 2 * 256 / 3; ++request) tries += chunks_of_second(1) > 0;
+  EXPECT_GE(tries, 1) << "the second drive is not tried again, though it is as fast now";
+  EXPECT_EQ(chunks_of_second(1), 1);
+}
+
+TEST(ChunkScheduler, PrefetchBeginsOnAnIdleDriveBesideDemandOnAnother) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(1, 2 * kMiB));
+  ReadRequest prefetch = request_of_file(0, 4 * kMiB);
+  prefetch.urgency = Urgency::kPrefetch;
+  scheduler.add(prefetch);
+  for (const int32_t descriptor : {1, 1, 2, 2}) {
+    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+  }
+  EXPECT_FALSE(scheduler.next());
+}
+
+TEST(ChunkScheduler, AReadForABusyDriveDoesNotHoldBackAnother) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(1, 4 * kMiB));  // on the first drive alone
+  scheduler.add(request_of_file(0, 3 * kMiB));
+  for (const int32_t descriptor : {1, 1, 1, 2, 2, 2}) {
+    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+  }
+  EXPECT_FALSE(scheduler.next());
+}
+
+TEST(ChunkScheduler, AnErrorThatWouldRepeatIsTriedOnAnotherDrive) {
+  for (const int64_t result : {int64_t{-ENODEV}, int64_t{0}}) {  // 0: the file has ended
+    ChunkScheduler scheduler(4, 4096, kUnit, 0, kMaxBytes, two_drives(), frozen);
+    scheduler.add(request_of_file(0, 4096));
+    scheduler.complete(scheduler.next()->chunk, result);
+    const auto again = scheduler.next();
+    EXPECT_EQ(again->descriptor, 2);
+    scheduler.complete(again->chunk, 4096);
+    EXPECT_EQ(scheduler.take_finished()->error, 0);
+  }
+}
+
+TEST(ChunkScheduler, AnErrorOfEveryDriveIsReported) {
+  ChunkScheduler scheduler(4, 4096, kUnit, 3, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(0, 4096));
+  for (const int32_t descriptor : {0, 2}) {
+    const auto read = scheduler.next();
+    EXPECT_EQ(read->descriptor, descriptor);
+    scheduler.complete(read->chunk, -ENODEV);
+  }
+  EXPECT_FALSE(scheduler.next());
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, ENODEV);
+  EXPECT_EQ(result->drive, 1);
+}
+
+TEST(ChunkScheduler, AfterAnErrorAnotherDriveIsRead) {
+  ChunkScheduler scheduler(4, 4096, kUnit, /*retries=*/1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(0, 4096));
+  for (const int32_t descriptor : {0, 2, 0}) {
+    const auto read = scheduler.next();
+    EXPECT_EQ(read->descriptor, descriptor);
+    scheduler.complete(read->chunk, -EIO);
+  }
+  EXPECT_FALSE(scheduler.next());
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, EIO);
+  EXPECT_EQ(result->drive, 0);
+}
+
 TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {
   ChunkScheduler scheduler(2, 4096, kUnit, 1, kMaxBytes);
   scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
@@ -221,14 +358,14 @@ TEST(ChunkScheduler, CancelReportsRequestsThatNeverStarted) {
 }
 
 // Random results, priorities and order, on a simulated file.
-TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
+void random_events_report_each_request_once(const FileCopies& copies) {
   const uint64_t seed = fresh_seed();
   const ::testing::ScopedTrace trace(__FILE__, __LINE__,
                                      "TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   const auto up_to = [&](int64_t max) { return static_cast<int64_t>(random() % (max + 1)); };
   constexpr int32_t kDepth = 5;
-  ChunkScheduler scheduler(kDepth, 4096, kUnit, 100, kMaxBytes);
+  ChunkScheduler scheduler(kDepth, 4096, kUnit, 100, kMaxBytes, copies);
   std::vector<int32_t> reported(2000);
   std::vector<ChunkRead> under_way;
   size_t added = 0;
@@ -257,6 +394,11 @@ TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
     take_reports();
   }
   EXPECT_EQ(std::count(reported.begin(), reported.end(), 1), std::ssize(reported));
+}
+
+TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
+  random_events_report_each_request_once(FileCopies());
+  random_events_report_each_request_once(two_drives());
 }
 
 }  // namespace

@@ -135,6 +135,7 @@ OF_THIS_MACHINE = {
     "tables": ("ngram_embedding",),
     "store": "/somewhere",
     "io": "threads",
+    "mirrors": ("/nvme1/model",),
     "profile": "/etc/passwd",
     "fill": "off",
     "guard": "off",

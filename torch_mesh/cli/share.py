@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of processes, each of which may hold an equal part of the pool (default: 4)",
     )
+    parser.add_argument(
+        "--mirrors",
+        metavar="FOLDERS",
+        help="folders on other drives with copies of the store's files, as in MeshConfig",
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,11 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = arguments.resident
     resident = MeshConfig().resident if given is None else validators.resident.check("--resident", given)
+    mirrors = arguments.mirrors
+    mirrors = MeshConfig().mirrors if mirrors is None else validators.folders.check("--mirrors", mirrors)
     store = open_store(arguments.store)
     ended = Flag()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        shared = SharedPool(store, arguments.socket, resident, arguments.workers)
+        shared = SharedPool(store, arguments.socket, resident, arguments.workers, mirrors)
         try:
             size = format_bytes(shared.engine.describe_size()["slot_bytes"])
             print(

@@ -66,6 +66,11 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
             f"tables={config.tables!r} leaves embedding tables in their files, and those of a loaded model are in "
             "memory: give it to from_pretrained."
         )
+    if config.mirrors:
+        raise ValueError(
+            f"mirrors={config.mirrors!r} names copies of files, and the experts of a loaded model are in memory: give "
+            "it to from_pretrained."
+        )
     check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)

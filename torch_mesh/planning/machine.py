@@ -45,7 +45,7 @@ def measure_speeds(
     None if ``disk`` is not given and the files are too small to measure it.
     """
     measured = [name for name, given in (("disk", disk), ("experts", memory), ("dense", memory)) if given is None]
-    reads = disk if disk is not None else disk_speed(sizes.files, sizes.expert_bytes)
+    reads = disk if disk is not None else _drives_speed(sizes, config.mirrors)
     if reads is None:
         return None
     with torch.device("cpu"):  # models may be opened under another default device
@@ -72,6 +72,15 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
         with torch.device("cpu"):
             speeds[weights] = memory if memory is not None else _experts_speed(of_format)
     return speeds
+
+
+def _drives_speed(sizes: Sizes, mirrors: Sequence[str]) -> float | None:
+    """The speed of the files' drive, and of the mirrors' in addition: they are read together."""
+    speed = disk_speed(sizes.files, sizes.expert_bytes)
+    for folder in mirrors if speed is not None else ():
+        copies = [copy for file in sizes.files if (copy := Path(folder, file.name)).is_file()]
+        speed += disk_speed(copies, sizes.expert_bytes) or 0.0
+    return speed
 
 
 def disk_speed(files: Sequence[Path], block: int) -> float | None:

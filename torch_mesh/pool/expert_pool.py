@@ -143,6 +143,7 @@ class ExpertPool:
         self.expert_range = expert_range
         self.threads = config.thread_count
         self.timeout = config.residency.timeout
+        self.mirrors = config.mirrors
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # layers with experts on GPUs
         wants_guard = _wants_guard(config, source is not None)
@@ -234,6 +235,8 @@ class ExpertPool:
         group = "" if FORMATS[self.weights].holds_bf16 else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
         reads = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
+        if self.mirrors:
+            reads += f", copies in {', '.join(self.mirrors)}"
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{reads}"
         fallback = "" if self.fallback is None else f", fallback: {self.fallback.describe()}"

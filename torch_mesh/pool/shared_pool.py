@@ -11,6 +11,7 @@ from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.models.families import ExpertsLayer
 from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.manifest import Store
+from torch_mesh.store.mirrors import find_copies
 from torch_mesh.store.table_files import is_table_file
 from torch_mesh.system.memory import resident_slots
 
@@ -24,6 +25,8 @@ def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
         named.append(f"resident={config.resident!r} is set by torch-mesh share --resident")
     if config.io != "auto":
         named.append(f"io={config.io!r} is set by the pool's owner, which reads")
+    if config.mirrors:
+        named.append(f"mirrors={config.mirrors!r} is set by torch-mesh share --mirrors")
     if config.verify == "always":
         named.append("verify='always' is set by the pool's owner, which compares checksums on an expert's first read")
     if config.residency.guard == "on":
@@ -47,12 +50,20 @@ class SharedPool:
     """A pool of the experts of ``store`` that lends its slots to up to ``workers`` processes of this user via
     ``socket``.
 
-    ``resident`` is as in MeshConfig, divided evenly among the workers; "auto" leaves each worker memory for the stored
-    rest of the model and a workspace. Raises ValueError if a part is too small for a token or the socket is in use,
-    MemoryError if memory is short.
+    ``resident`` and ``mirrors`` are as in MeshConfig. The slots are divided evenly among the workers;
+    ``resident="auto"`` leaves each worker memory for the stored rest of the model and a workspace.
+
+    Raises ValueError if a part is too small for a token or the socket is in use, MemoryError if memory is short.
     """
 
-    def __init__(self, store: Store, socket: str | os.PathLike[str], resident: str | float, workers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        socket: str | os.PathLike[str],
+        resident: str | float,
+        workers: int,
+        mirrors: Sequence[str] = (),
+    ) -> None:
         manifest = store.manifest
         shape = manifest.shape
         defaults = MeshConfig()
@@ -73,6 +84,7 @@ class SharedPool:
             record_bytes=manifest.record_bytes,
             reserved=workers * of_a_worker,
         )
+        arguments = store.source_arguments()
         self.slots = slots
         self.engine = _C.Engine(
             layers=shape.layers,
@@ -89,7 +101,7 @@ class SharedPool:
             threads=1,
             workspace=1,
             timeout=defaults.residency.timeout,
-            source=_C.Source(**store.source_arguments()),
+            source=_C.Source(**arguments, copies=find_copies(arguments["files"], mirrors)),
             lendable=True,
         )
         try:

@@ -1,0 +1,128 @@
+"""mirrors=: copies of the files of experts, which are read beside the originals."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, logits_of
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, StoreError
+from torch_mesh.pool.shared_pool import SharedPool
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import open_store
+from torch_mesh.store.mirrors import find_copies
+
+# The folders of these tests are on one drive.
+pytestmark = pytest.mark.filterwarnings("ignore:mirrors. .* is on the same drive")
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mirrors") / "raw"
+    TINY_MODELS["Qwen3MoeExperts"].build().to(torch.bfloat16).save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+@pytest.fixture
+def mirror(raw: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(raw, tmp_path / "mirror"))
+
+
+def _open(folder: Path, **fields: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(**fields))
+
+
+def _shards(folder: Path) -> list[Path]:
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    return shards
+
+
+def test_output_is_equal_with_whole_and_partial_mirrors(
+    raw: Path, mirror: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    for shard in _shards(raw)[1:]:
+        shutil.copy(shard, partial)
+    expected = logits_of(_open(raw, resident=1.0), ids)
+    for mirrors in (mirror, f"{mirror},{partial}", [str(partial)]):
+        model = _open(raw, resident=0.5, mirrors=mirrors)
+        assert torch.equal(logits_of(model, ids), expected)
+        assert "copies in" in repr(model)
+        torch_mesh.unpatch(model)
+
+
+def test_a_store_is_read_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    store = convert(raw, tmp_path / "store", "int4").store
+    copy = shutil.copytree(store.folder, tmp_path / "copy")
+    expected = logits_of(_open(store.folder, resident=1.0), ids)
+    assert torch.equal(logits_of(_open(store.folder, resident=0.5, mirrors=copy), ids), expected)
+
+
+def test_a_shared_pool_reads_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    store = convert(raw, tmp_path / "store", "int4").store
+    copy = shutil.copytree(store.folder, tmp_path / "copy")
+    pool = SharedPool(open_store(store.folder), tmp_path / "socket", 1.0, workers=1, mirrors=[str(copy)])
+    try:
+        expected = logits_of(_open(store.folder, resident=1.0), ids)
+        assert torch.equal(logits_of(_open(store.folder, shared=str(tmp_path / "socket")), ids), expected)
+    finally:
+        pool.close()
+    with pytest.raises(ValueError, match="torch-mesh share --mirrors"):
+        _open(store.folder, shared=str(tmp_path / "socket"), mirrors=str(copy))
+
+
+def test_the_same_drive_is_a_warning(raw: Path, mirror: Path) -> None:
+    files = [(str(shard), shard.stat().st_size) for shard in _shards(raw)]
+    with pytest.warns(UserWarning, match="is on the same drive"):
+        copies = find_copies(files, [str(mirror)])
+    assert copies == [[str(mirror / Path(path).name)] for path, _ in files]
+
+
+def test_a_missing_folder_is_an_error(raw: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="elsewhere is not a folder"):
+        _open(raw, mirrors=str(tmp_path / "elsewhere"))
+
+
+def test_a_folder_of_something_else_is_an_error(raw: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"has none of the files that hold the experts \(model-00001-of"):
+        _open(raw, mirrors=str(tmp_path))
+
+
+def test_a_copy_of_another_size_is_an_error(raw: Path, mirror: Path) -> None:
+    shard = _shards(mirror)[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(StoreError, match=f"{shard.name} has .* bytes, and"):
+        _open(raw, mirrors=str(mirror))
+
+
+def test_a_copy_of_another_model_is_an_error(raw: Path, mirror: Path) -> None:
+    shard = _shards(mirror)[1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StoreError, match=f"{shard.name} differs from"):
+        _open(raw, mirrors=str(mirror))
+
+
+def test_a_loaded_model_has_no_files(raw: Path, mirror: Path) -> None:
+    with pytest.raises(ValueError, match="give it to from_pretrained"):
+        torch_mesh.patch(AutoModelForCausalLM.from_pretrained(raw), mirrors=str(mirror))
+
+
+def test_buffered_reads_exclude_mirrors(raw: Path, mirror: Path) -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        _open(raw, io="buffered", mirrors=str(mirror))
+
+
+@pytest.mark.parametrize("given", [3, [None], [""], "/a,,/b"])
+def test_what_is_no_list_of_folders_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="mirrors="):
+        MeshConfig(mirrors=given)
