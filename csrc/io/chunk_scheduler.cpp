@@ -254,9 +254,9 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
   if (!final && (elsewhere || may_repeat(chunk, error))) {
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
-    // The block layer reports a medium error as ENODATA, which to our callers means the end of the
-    // file.
-    fail(index, error == ENODATA && !final ? EIO : error);
+    // To our callers ENODATA means the end of the file, and EBADMSG that the owner of a shared pool
+    // has found a wrong checksum. The kernel's are a medium error and broken metadata.
+    fail(index, (error == ENODATA || error == EBADMSG) && !final ? EIO : error);
   }
 }
 
@@ -284,6 +284,7 @@ bool ChunkScheduler::may_repeat(Chunk& chunk, int error) const {
     case ETIMEDOUT:  // the device did not answer in time
     case ENOLINK:    // the path to it went away
     case EILSEQ:     // its protection information did not match
+    case EBADMSG:    // the file system's own checksum is wrong
       return ++chunk.retries <= retries_;
     default:  // EINVAL, EFAULT, EBADF, EISDIR, ESTALE …: the same again would fail the same way
       return false;

@@ -87,12 +87,14 @@ TEST(ChunkScheduler, FailedRequestIsReportedWhenItsLastChunkIsBack) {
   EXPECT_FALSE(scheduler.take_finished());
 }
 
-TEST(ChunkScheduler, MediumErrorIsNotTakenForTheEndOfTheFile) {
-  ChunkScheduler scheduler(1, 4096, kUnit, 1, kMaxBytes);
-  scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
-  scheduler.complete(scheduler.next()->chunk, -ENODATA);
-  scheduler.complete(scheduler.next()->chunk, -ENODATA);
-  EXPECT_EQ(scheduler.take_finished()->error, EIO);
+TEST(ChunkScheduler, AnErrorOfTheDiskIsNotTakenForTheEndOfTheFileOrAWrongChecksum) {
+  for (const int error : {ENODATA, EBADMSG}) {
+    ChunkScheduler scheduler(1, 4096, kUnit, 1, kMaxBytes);
+    scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
+    scheduler.complete(scheduler.next()->chunk, -error);
+    scheduler.complete(scheduler.next()->chunk, -error);
+    EXPECT_EQ(scheduler.take_finished()->error, EIO);
+  }
 }
 
 TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
@@ -104,7 +106,7 @@ TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
 }
 
 TEST(ChunkScheduler, FinalErrorIsNeitherRepeatedNorRenamed) {
-  for (const int error : {ENODATA, EIO, ENOMEM}) {
+  for (const int error : {ENODATA, EBADMSG, EIO, ENOMEM}) {
     ChunkScheduler scheduler(1, 4096, kUnit, 5, kMaxBytes);
     scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
     scheduler.complete(scheduler.next()->chunk, -error, /*final=*/true);
