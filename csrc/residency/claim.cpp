@@ -184,11 +184,15 @@ void Claim::wait_for_reads(Pool::Lock& lock, int32_t team) {
   }
   if (!waits()) return;
   lock.unlock();
-  wait_asleep(pool_.runtime_, team, [&] {
-    lock.lock();
-    while (waits() && pool_.wait(lock, pool_.landed_, patience)) {
-    }
-  });
+  {
+    const AtEnd relock([&lock] { lock.lock(); });
+    // Has a lock of its own, since its team wakes up after it has returned.
+    wait_asleep(pool_.runtime_, team, [&] {
+      Pool::Lock own(pool_.mutex_);
+      while (waits() && pool_.wait(own, pool_.landed_, patience)) {
+      }
+    });
+  }
   const int32_t late = pool_.core_.claims().late_slot(state_);
   if (late < 0) return;
   const ExpertId id = pool_.core_.slots()[late].expert;
