@@ -155,7 +155,7 @@ void Pool::carry_out() {
       core_.failed(refused->slot, refused->bytes, std::move(*refused->error));
     }
     for (int64_t segment : vacant_) {
-      if (!detach(segment)) core_.sizing().detach_failed(segment);
+      if (!detach(segment)) core_.detach_failed(segment);
     }
   }
 }
@@ -182,27 +182,27 @@ bool Pool::detach(int64_t segment) {
     loader_->reader().change_buffer(memory_->segments()[segment], false, [this, segment] {
       memory_->drop(segment);
       const Event event(*this);
-      core_.sizing().detached(segment);
+      core_.detached(segment);
     });
   });
   return !error;  // if the reader is closed, the memory is freed with the pool
 }
 
 bool Pool::grow(Lock& lock) {
-  const int64_t segment = core_.sizing().next_to_attach();
+  const int64_t segment = core_.next_to_attach();
   if (segment < 0) return false;
   lock.unlock();
   const auto error = caught([&] {
     memory_->fault_in(segment);
     loader_->reader().change_buffer(memory_->segments()[segment], true, [this, segment] {
       const Event event(*this);
-      core_.sizing().attached(segment);
+      core_.attached(segment);
     });
   });
   if (error) memory_->drop(segment);
   lock.lock();
   if (!error) return true;
-  core_.sizing().attach_failed(segment);
+  core_.attach_failed(segment);
   carry_out();
   throw *error;
 }
@@ -298,8 +298,10 @@ int32_t Pool::resize(int32_t slots) {
   }
   Lock lock(mutex_);
   check_open();
-  core_.sizing().resize(slots);
+  core_.resize(slots);
   carry_out();
+  flush(lock);  // there may be reads into slots that are back already
+  lock.lock();
   Patience left = patience();
   while (!core_.sizing().settled()) {
     // The time that the kernel takes to clear new memory does not count.

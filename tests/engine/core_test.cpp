@@ -335,38 +335,37 @@ class Driver {
   void resize() {
     if (!one_in(3)) return;
     target_ = 1 + below(shape_.slots);
-    core_.sizing().resize(target_);
+    core_.resize(target_);
     after("resize()");
   }
 
   void move_segment() {
-    Sizing& sizing = core_.sizing();
     if (!leaving_.empty() && one_in(2)) {
       const int64_t segment = leaving_.front();
       leaving_.pop_front();
       if (one_in(8)) {
-        sizing.detach_failed(segment);
-        sizing.resize(target_);  // the next resize() reuses the segment
+        core_.detach_failed(segment);
+        core_.resize(target_);  // the next resize() reuses the segment
         seen_(Seen::kSegmentStays);
         return after("detach_failed()");
       }
-      sizing.detached(segment);
+      core_.detached(segment);
       seen_(Seen::kSegmentGone);
       return after("detached()");
     }
     if (coming_ >= 0) {
       const int64_t segment = std::exchange(coming_, -1);
       if (one_in(6)) {
-        sizing.attach_failed(segment);
+        core_.attach_failed(segment);
         seen_(Seen::kSegmentNotToBeHad);
         return after("no memory");
       }
-      sizing.attached(segment);
+      core_.attached(segment);
       const bool late = !core_.effects().vacant.empty();
       seen_(late ? Seen::kSegmentThereTooLate : Seen::kSegmentThere);
       return after("attached()");
     }
-    coming_ = sizing.next_to_attach();
+    coming_ = core_.next_to_attach();
     if (coming_ >= 0) seen_(Seen::kSegmentComes);
     after("next_to_attach()");
   }
@@ -566,34 +565,33 @@ TEST(Core, AGrowthThatFindsNoMemoryForItsLastSegmentIsTakenBack) {
   constexpr int32_t kSlots = 16, kFew = 4;
   Core core({.layers = 1, .experts = kSlots, .slots = kSlots, .slots_per_segment = kFew},
             make_policy("lru", {1, kSlots, kSlots}));
-  Sizing& sizing = core.sizing();
   const auto detach = [&] {
     const std::vector<int64_t> vacant(core.effects().vacant.begin(), core.effects().vacant.end());
     core.effects().clear();
-    for (const int64_t segment : vacant) sizing.detached(segment);
+    for (const int64_t segment : vacant) core.detached(segment);
     return vacant;
   };
-  sizing.resize(kFew);
+  core.resize(kFew);
   EXPECT_EQ(detach(), (std::vector<int64_t>{1, 2, 3}));
-  sizing.resize(kSlots);
-  ASSERT_EQ(sizing.next_to_attach(), 1);
-  sizing.attached(1);
+  core.resize(kSlots);
+  ASSERT_EQ(core.next_to_attach(), 1);
+  core.attached(1);
   EXPECT_EQ(core.slots().limit(), 2 * kFew);
-  ASSERT_EQ(sizing.next_to_attach(), 2);
-  sizing.attach_failed(2);
+  ASSERT_EQ(core.next_to_attach(), 2);
+  core.attach_failed(2);
   EXPECT_EQ(core.slots().limit(), kFew);
   EXPECT_EQ(detach(), (std::vector<int64_t>{1}));
-  EXPECT_TRUE(sizing.settled());
-  EXPECT_EQ(sizing.next_to_attach(), -1);
+  EXPECT_TRUE(core.sizing().settled());
+  EXPECT_EQ(core.next_to_attach(), -1);
   core.validate();
 
   // The last resize() decides, also if it came while the segment was being attached.
-  sizing.resize(kSlots);
-  ASSERT_EQ(sizing.next_to_attach(), 1);
-  sizing.resize(kFew - 1);
-  sizing.attach_failed(1);
+  core.resize(kSlots);
+  ASSERT_EQ(core.next_to_attach(), 1);
+  core.resize(kFew - 1);
+  core.attach_failed(1);
   EXPECT_EQ(core.slots().limit(), kFew - 1);
-  EXPECT_TRUE(sizing.settled());
+  EXPECT_TRUE(core.sizing().settled());
   core.validate();
 }
 
@@ -640,8 +638,14 @@ class OnPool {
     pool_.expect(layer, experts, Phase::kDecode);
     pool_.drain();
   }
-  void evict(int32_t layer, const Ids& experts) { pool_.evict(layer, experts); }
-  void resize(int32_t slots) { pool_.resize(slots); }
+  void evict(int32_t layer, const Ids& experts) {
+    pool_.evict(layer, experts);
+    pool_.drain();
+  }
+  void resize(int32_t slots) {
+    pool_.resize(slots);
+    pool_.drain();
+  }
 
   std::vector<SlotState> states() const { return states_of(pool_, shape_); }
   PoolStats stats() const {
@@ -719,12 +723,12 @@ class OnCore {
     drain();
   }
   void resize(int32_t slots) {
-    core_.sizing().resize(slots);
+    core_.resize(slots);
     drain();
     while (!core_.sizing().settled()) {
-      const int64_t segment = core_.sizing().next_to_attach();
+      const int64_t segment = core_.next_to_attach();
       ASSERT_GE(segment, 0);
-      core_.sizing().attached(segment);
+      core_.attached(segment);
       drain();
     }
   }
@@ -740,19 +744,19 @@ class OnCore {
 
  private:
   void carry_out() {
-    Effects& effects = core_.effects();
-    for (int32_t slot : effects.reads) {
-      queues_[static_cast<size_t>(core_.slots()[slot].urgency)].push_back(slot);
-    }
-    for (int32_t slot : effects.raised) {
-      for (auto& queue : queues_) {
-        if (std::erase(queue, slot) > 0) queues_[0].push_back(slot);
+    for (Effects* effects = &core_.effects(); effects->any(); effects = &core_.effects()) {
+      for (int32_t slot : effects->reads) {
+        queues_[static_cast<size_t>(core_.slots()[slot].urgency)].push_back(slot);
       }
+      for (int32_t slot : effects->raised) {
+        for (auto& queue : queues_) {
+          if (std::erase(queue, slot) > 0) queues_[0].push_back(slot);
+        }
+      }
+      const std::vector<int64_t> leaving = effects->vacant;
+      effects->clear();
+      for (int64_t segment : leaving) core_.detached(segment);
     }
-    const std::vector<int64_t> leaving = effects.vacant;
-    effects.clear();
-    for (int64_t segment : leaving) core_.sizing().detached(segment);
-    core_.effects().clear();
   }
 
   void drain() {

@@ -260,6 +260,23 @@ TEST(Warm, EvictsNothing) {
   EXPECT_TRUE(std::equal(here.end() - 3, here.end(), Ids{9, 10, 11}.begin()));
 }
 
+TEST(Warm, GoesOnInSlotsThatBecomeEmpty) {
+  const TestStore store(1, 12);
+  Pool pool(options_of(8, {.profile = falling(1, 12)}), {}, store.source(), nullptr);
+  pool.drain();
+  EXPECT_EQ(pool.evict(0, Ids{0, 1}), 2);
+  pool.drain();
+  EXPECT_EQ(resident(pool, 0), (Ids{2, 3, 4, 5, 6, 7, 8, 9}));
+  pool.resize(4);
+  EXPECT_EQ(std::ssize(resident(pool, 0)), 4);
+  pool.resize(8);
+  pool.drain();
+  pool.validate();
+  const Ids here = resident(pool, 0);
+  EXPECT_EQ(std::ssize(here), 6) << "the profile names no more";
+  EXPECT_TRUE(std::ranges::includes(here, Ids{10, 11}));
+}
+
 TEST(Warm, FillReadsAnEqualNumberOfEachLayer) {
   const TestStore store(2, 12);
   for (const int32_t slots : {9, 24}) {

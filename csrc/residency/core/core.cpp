@@ -193,6 +193,26 @@ void Core::warm_up() {
   if (!std::exchange(warming_, true)) read_ahead();
 }
 
+// Not before the last segment has come: reads do not depend on how fast segments come.
+void Core::read_ahead_when_sized() {
+  if (sizing_.settled()) read_ahead();
+}
+
+void Core::resize(int32_t slots) {
+  sizing_.resize(slots);
+  read_ahead_when_sized();
+}
+
+void Core::attached(int64_t segment) {
+  sizing_.attached(segment);
+  read_ahead_when_sized();
+}
+
+void Core::detached(int64_t segment) {
+  sizing_.detached(segment);
+  read_ahead_when_sized();
+}
+
 int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
   int32_t evicted = 0;
   for (int32_t expert : experts) {
@@ -202,6 +222,7 @@ int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
     ++evicted;
   }
   slots_.effects().freed |= evicted > 0;
+  read_ahead();
   return evicted;
 }
 

@@ -86,6 +86,14 @@ class Core {
   void begin_sequence(int32_t layer) { slots_.policy().begin_sequence(layer); }
   void warm_up();
 
+  // Events of sizing().
+  void resize(int32_t slots);
+  int64_t next_to_attach() { return sizing_.next_to_attach(); }
+  void attached(int64_t segment);
+  void attach_failed(int64_t segment) { sizing_.attach_failed(segment); }
+  void detached(int64_t segment);
+  void detach_failed(int64_t segment) { sizing_.detach_failed(segment); }
+
   // Evicts those of these experts that are READY and unpinned, and returns how many.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   // For a core that reads nothing: returns a slot for the expert's record, after which filled()
@@ -100,7 +108,6 @@ class Core {
   ExpertId id_of(int32_t layer, int32_t expert) const { return slots_.id_of(layer, expert); }
   const SlotTable& slots() const { return slots_; }
   Claims& claims() { return claims_; }  // to hand out, and for the queue
-  Sizing& sizing() { return sizing_; }
   const Sizing& sizing() const { return sizing_; }
   Statistics& statistics() { return slots_.statistics(); }
   const Statistics& statistics() const { return slots_.statistics(); }
@@ -123,6 +130,7 @@ class Core {
   void read_next_layer(const ClaimState& claim);
   // Begins expected reads, up to the number allowed under way, then those that warm the pool.
   void read_ahead();
+  void read_ahead_when_sized();
 
   const CoreOptions options_;
   SlotTable slots_;
