@@ -28,7 +28,10 @@ std::span<const T> span_of(const Array<T>& array) {
 
 int32_t dimension(const py::array& array, int axis) {
   const py::ssize_t size = array.shape(axis);
-  if (size > INT32_MAX) throw_invalid("a trace of 2^31 tokens or more");
+  if (size > INT32_MAX) {
+    throw_invalid("a dimension of ids is ", size, "; at most ", INT32_MAX,
+                  " is allowed, so replay a part of the trace");
+  }
   return static_cast<int32_t>(size);
 }
 

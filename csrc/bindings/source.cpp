@@ -29,6 +29,16 @@ T number(const py::dict& table, const char* name, T otherwise) {
   return table.contains(name) ? table[name].cast<T>() : otherwise;
 }
 
+// "shape [2, 3]"
+std::string shape_of(const py::array& array) {
+  std::string shape = "shape [";
+  for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
+    if (axis > 0) shape += ", ";
+    shape += std::to_string(array.shape(axis));
+  }
+  return shape + "]";
+}
+
 RawPlace place_from(const py::dict& table, int32_t pieces) {
   const RawPlace place{table["piece"].cast<int32_t>(), table["offset"].cast<int64_t>()};
   if (place.piece < 0 || place.piece >= pieces) {
@@ -132,7 +142,8 @@ std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, co
     return std::vector<int32_t>(experts, 0);
   }
   if (given->ndim() != 2 || given->shape(0) != source.layers || given->shape(1) != source.experts) {
-    throw_invalid("raw_views_of must be int64 [layers, experts]");
+    throw_invalid("raw_views_of has ", shape_of(*given), "; it must be int64 [layers, experts] = [",
+                  source.layers, ", ", source.experts, "]");
   }
   std::vector<int32_t> result;
   result.reserve(experts);
@@ -153,7 +164,8 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
                      int32_t routed_experts, const std::vector<std::vector<std::string>>& copies) {
   if (extents.ndim() != 4 || extents.shape(3) != 3 || extents.shape(2) < 1 ||
       extents.shape(2) > kMaxPieces) {
-    throw_invalid("extents must be int64 [layers, experts, pieces (1 to ", kMaxPieces, "), 3]");
+    throw_invalid("extents has ", shape_of(extents),
+                  "; it must be int64 [layers, experts, pieces (1 to ", kMaxPieces, "), 3]");
   }
   PySource result;
   Source& source = result.source;

@@ -132,7 +132,9 @@ Bytes padded_rows(const py::bytes& salt, int64_t first_row, int64_t row_bytes, c
 
 Bytes coded_rows(const std::string& weights, int64_t first_row, const Floats& values) {
   const Format format = format_from_name(weights);
-  if (values.ndim() != 2) throw_invalid("rows of values have two dimensions");
+  if (values.ndim() != 2) {
+    throw_invalid("values has ", values.ndim(), " dimensions; it must be float32 [rows, width]");
+  }
   const int64_t rows = values.shape(0), dim = values.shape(1);
   const int64_t row_bytes = coded_row_bytes(format, dim);
   Bytes coded({rows, row_bytes});

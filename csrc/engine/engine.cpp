@@ -49,10 +49,12 @@ void check_limits(const EngineOptions& options, int32_t layers) {
   }
   const size_t given = options.activations.size();
   if (given > 1 && given != static_cast<size_t>(layers)) {
-    throw_invalid("activation names ", given, " for ", layers, " layers");
+    throw_invalid("activation names ", given, " functions for ", layers,
+                  " layers; name one for all layers, or one for each");
   }
   if (!options.layouts.empty() && options.layouts.size() != static_cast<size_t>(layers)) {
-    throw_invalid("format names those of ", options.layouts.size(), " layers for ", layers);
+    throw_invalid("format names ", options.layouts.size(), " formats for ", layers,
+                  " layers; name one for all layers, or one for each");
   }
 }
 

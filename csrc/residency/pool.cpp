@@ -420,7 +420,10 @@ bool Pool::lent() const {
 
 int Pool::shared_descriptor() const {
   const int descriptor = memory_->descriptor();
-  if (descriptor < 0) throw_invalid("this pool's memory is not shared: it lies in no memfd");
+  if (descriptor < 0) {
+    throw_invalid(
+        "this pool's memory is private; to lend its slots, open its engine with lendable=True");
+  }
   return descriptor;
 }
 

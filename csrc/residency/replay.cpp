@@ -28,14 +28,23 @@ void check(const RoutingTrace& trace) {
         trace.tokens, " tokens, ", trace.layers, " layers, ", trace.experts, " experts, top_k ",
         trace.top_k);
   }
-  if (int64_t{trace.layers} * trace.experts > INT32_MAX) throw_invalid("more than 2^31 experts");
-  const size_t steps = static_cast<size_t>(trace.tokens) * trace.layers;
-  if (trace.ids.size() != steps * trace.top_k) throw_invalid("ids are not [tokens, layers, top_k]");
-  for (const auto& scores : {trace.scores, trace.lookahead}) {
-    if (!scores.empty() && scores.size() != steps * trace.experts) {
-      throw_invalid("scores are not [tokens, layers, experts]");
-    }
+  if (int64_t{trace.layers} * trace.experts > INT32_MAX) {
+    throw_invalid("the trace has ", trace.layers, " layers of ", trace.experts,
+                  " experts; their product must be at most ", INT32_MAX);
   }
+  const size_t steps = static_cast<size_t>(trace.tokens) * trace.layers;
+  if (trace.ids.size() != steps * trace.top_k) {
+    throw_invalid("ids has ", trace.ids.size(), " entries; it must be [tokens, layers, top_k] = [",
+                  trace.tokens, ", ", trace.layers, ", ", trace.top_k, "]");
+  }
+  const auto check_scores = [&](const char* name, std::span<const float> scores) {
+    if (scores.empty() || scores.size() == steps * trace.experts) return;
+    throw_invalid(name, " has ", scores.size(),
+                  " entries; it must be [tokens, layers, experts] = [", trace.tokens, ", ",
+                  trace.layers, ", ", trace.experts, "]");
+  };
+  check_scores("scores", trace.scores);
+  check_scores("lookahead", trace.lookahead);
   std::vector<int64_t> seen(trace.experts, -1);
   for (size_t i = 0; i < trace.ids.size(); ++i) {
     const auto step = static_cast<int64_t>(i / trace.top_k);
@@ -492,7 +501,8 @@ std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
   }
   const int64_t forwards = first.forward_count();
   if (std::ssize(exchange_seconds) != forwards * first.layers) {
-    throw_invalid("exchange_seconds are not [forwards, layers]");
+    throw_invalid("exchange_seconds has ", exchange_seconds.size(),
+                  " entries; it must be [forwards, layers] = [", forwards, ", ", first.layers, "]");
   }
   check_times(exchange_seconds);
   std::vector<double> free_at(options.one_disk ? 1 : ranks.size());
