@@ -1,5 +1,6 @@
-// Functions that the engine takes from its embedder. The bindings pass torch's thread pool and
-// Python's signal check; the engine's own tests pass std::thread and nothing else.
+// Functions that the engine takes from its embedder: to compute on threads, to let them sleep, and
+// to ask whether to stop. The bindings pass torch's threads, or a team of their own on a busy
+// machine, and Python's signal check. Without them the engine computes on the calling thread.
 #pragma once
 
 #include <cstdint>

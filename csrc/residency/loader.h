@@ -59,18 +59,19 @@ class Loader {
     std::optional<Error> error;
     ReadResult read = {};  // the last one, where it was not refused
   };
-  // Called once per read that take_refused() does not return, on a thread of the loader's. It may
-  // call begin(), raise_priority() and flush(), and must not throw.
+  // Called once for each read that no caller of take_refused() got, on a thread of the loader's. It
+  // may call begin(), raise_priority() and flush(), and must not throw.
   using Done = std::function<void(Ended)>;
 
-  // `memory`, `source` and `topology` outlive the loader. Throws what a Reader throws on opening,
-  // and Error(kInvalid) for records that lie where direct reads cannot begin.
+  // `memory`, `source` and `topology` outlive the loader. `source` has passed validate(). Throws
+  // what a Reader throws on opening.
   Loader(const LoaderOptions& options, const Source& source, PackRecord pack, SlotMemory& memory,
          const Topology& topology, Done done);
   ~Loader();
 
   // Queues the reads of these slots, which begin with flush(). Those that cannot be queued have
-  // failed: take_refused() returns one after the other, each once, perhaps to another thread.
+  // failed: take_refused() returns one after the other, each once. A thread of the loader's may get
+  // one first, and calls `done` for it.
   void begin(const SlotTable& slots, std::span<const int32_t> reads);
   std::optional<Ended> take_refused();
   // Makes the read into a slot a demand read, if it is still in flight.

@@ -311,8 +311,8 @@ class Claim {
   // than ever before are alive.
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
         const ForwardPart& part = {});
-  // Releases the experts that have been handed out, and drops all other pins. Reads under way go on
-  // as if they were prefetches.
+  // Releases the experts that have been handed out, and drops all other pins. Reads under way go
+  // on with the urgency that they have.
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -330,7 +330,8 @@ class Claim {
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool has_all_slots() const { return state_.waiting == 0; }
-  // Whether it reads into slots of experts that it has computed, see core/window.h.
+  // Whether its layer's forward reads through the window and ahead for the next layer, see
+  // core/window.h.
   bool window() const { return state_.window; }
 
  private:

@@ -1,7 +1,7 @@
 // The pool's decisions: which experts are resident, which claims use them, what is read next and
 // what is evicted. It has no threads, locks, clocks, files or slot memory. Each call is an event
-// and returns Effects, which the caller carries out before the next event. Calls and completions
-// may come in any order that the states allow, and tests try them all (tests/engine/core_test.cpp).
+// with Effects, which the caller carries out before the next event. Calls and completions may come
+// in any order that the states allow, and tests try them all (tests/engine/core_test.cpp).
 // The live pool and the replay of a trace both drive this core.
 //
 // The life of a slot:
@@ -50,7 +50,7 @@ struct CoreOptions {
   bool reads = true;              // false: records come from fill(), and stay
 };
 
-// Kinds of reads that begin before a claim asks for them, by priority.
+// Kinds of reads that begin before a claim asks for them.
 enum class ReadAhead : uint8_t {
   kDeferred,   // deferred by a layer: once the claim has slots for all that it needs
   kNextLayer,  // the next layer of a prompt, into the slots of its window

@@ -106,8 +106,8 @@ class SlotTable {
   ExpertId victim(bool stuck = false);  // of the next read; kNoExpert: none
   void raise_priority(int32_t slot);    // makes its read a demand read
   void landed(int32_t slot, int64_t bytes);
-  // Repeats a failed prefetch that a forward waits for: a forward must not fail for a read that it
-  // did not begin.
+  // Repeats a failed prefetch that a forward waits for, as a demand read: no forward fails for a
+  // prefetch.
   void failed(int32_t slot, int64_t bytes, Error error);
   // For cores that read nothing: reserve() takes an empty slot for a record; filled() says that the
   // record is there.
