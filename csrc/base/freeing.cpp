@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -12,11 +11,6 @@
 #include "base/start_thread.h"
 
 namespace torch_mesh {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 Freeing::~Freeing() {
   if (thread_.joinable()) thread_.detach();  // no thread waited for it, or it is this one
@@ -48,30 +42,27 @@ void Freeing::end(Stage stage) {
 void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
   owner_.check("what this call waits for");
   std::unique_lock lock(mutex_);
-  Stage seen = stage_;
-  auto deadline = Clock::now() + timeout;
-  while (stage_ != Stage::kFreed) {
-    if (stage_ == Stage::kKept) {
-      throw Error(ErrorKind::kMemory,
-                  "the system has no thread left to free a closed engine with, so its memory and "
-                  "its files are kept until the process ends; raise the limit of processes "
-                  "(ulimit -u, or pids.max of the cgroup)");
-    }
-    const auto now = Clock::now();
-    if (std::exchange(seen, stage_) != stage_) deadline = now + timeout;
-    if (now >= deadline) {
-      const std::string milliseconds = std::to_string(timeout.count());
-      throw Error(ErrorKind::kTimeout,
-                  seen == Stage::kUsed
-                      ? "forwards have not ended in the " + milliseconds +
-                            " ms since their engine was closed; the last of them frees it"
-                      : "reads of a closed engine take longer than the time-out of " +
-                            milliseconds +
-                            " ms; what they read into is freed when they end. Is the disk healthy "
-                            "and is the file on a local disk?");
-    }
-    changed_.wait_until(lock, std::min(deadline, now + kInterruptSlice));
-    if (stage_ != Stage::kFreed) check_interrupted(runtime, "a closed engine is freed", lock);
+  const auto ends = [&](Stage stage) {
+    return wait_interruptibly(lock, changed_, std::chrono::steady_clock::now() + timeout, runtime,
+                              "a closed engine is freed", [&] { return stage_ > stage; });
+  };
+  const std::string milliseconds = std::to_string(timeout.count());
+  if (!ends(Stage::kUsed)) {
+    throw Error(ErrorKind::kTimeout,
+                "forwards have not ended in the " + milliseconds +
+                    " ms since their engine was closed; the last of them frees it");
+  }
+  if (!ends(Stage::kFreeing)) {
+    throw Error(ErrorKind::kTimeout,
+                "reads of a closed engine take longer than the time-out of " + milliseconds +
+                    " ms; what they read into is freed when they end. Is the disk healthy and is "
+                    "the file on a local disk?");
+  }
+  if (stage_ == Stage::kKept) {
+    throw Error(ErrorKind::kMemory,
+                "the system has no thread left to free a closed engine with, so its memory and "
+                "its files are kept until the process ends; raise the limit of processes "
+                "(ulimit -u, or pids.max of the cgroup)");
   }
   std::thread ended = std::move(thread_);
   lock.unlock();

@@ -36,7 +36,7 @@ class Freeing : public std::enable_shared_from_this<Freeing> {
   void wait(std::chrono::milliseconds timeout, const Runtime& runtime);
 
  private:
-  enum class Stage : uint8_t { kUsed, kFreeing, kFreed, kKept };
+  enum class Stage : uint8_t { kUsed, kFreeing, kFreed, kKept };  // in this order
 
   void begin(void* last, void (*free)(void*)) noexcept;
   void end(Stage stage);

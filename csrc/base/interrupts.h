@@ -3,6 +3,7 @@
 // that calls the hook holds none.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -37,13 +38,27 @@ inline void check_interrupted(const Runtime& runtime, std::string_view during,
   if (interrupted) throw_interrupted(during);
 }
 
-// Waits on `changed` until holds() is true. Throws Error(kInterrupted), with the lock held.
+// Waits on `changed` until holds() is true. False if it is not by `deadline`. Calls the hook ten
+// times a second, however often `changed` is notified. Throws Error(kInterrupted), with the lock
+// held.
+template <typename Holds>
+bool wait_interruptibly(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+                        std::chrono::steady_clock::time_point deadline, const Runtime& runtime,
+                        std::string_view during, const Holds& holds) {
+  using Clock = std::chrono::steady_clock;
+  while (!changed.wait_until(lock, std::min(deadline, Clock::now() + kInterruptSlice), holds)) {
+    if (Clock::now() >= deadline) return false;
+    check_interrupted(runtime, during, lock);
+  }
+  return true;
+}
+
+// The same without a deadline.
 template <typename Holds>
 void wait_interruptibly(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
                         const Runtime& runtime, std::string_view during, const Holds& holds) {
-  while (!changed.wait_for(lock, kInterruptSlice, holds)) {
-    check_interrupted(runtime, during, lock);
-  }
+  wait_interruptibly(lock, changed, std::chrono::steady_clock::time_point::max(), runtime, during,
+                     holds);
 }
 
 }  // namespace torch_mesh

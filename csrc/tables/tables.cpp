@@ -418,17 +418,13 @@ void Tables::wait(const Gather& gather, Lock& lock) {
       if (gathers > 0) tables.changed_.notify_all();
     }
   } const counted(*this, gather.has_more() && gather.under_way == 0);
-  while (!can_go_on()) {
-    const auto now = Clock::now();
-    if (now >= deadline) {
-      throw Error(ErrorKind::kTimeout,
-                  "no row of " + options_.tables[gather.table].name + " was read within the " +
-                      "time-out of " + std::to_string(options_.timeout.count()) +
-                      " ms; is the disk healthy and is the file on a local disk?",
-                  {.file = options_.files[options_.tables[gather.table].stretches[0].file].path});
-    }
-    changed_.wait_until(lock, std::min(deadline, now + kInterruptSlice));
-    if (!can_go_on()) check_interrupted(runtime_, "rows of a table are read", lock);
+  if (!wait_interruptibly(lock, changed_, deadline, runtime_, "rows of a table are read",
+                          can_go_on)) {
+    throw Error(ErrorKind::kTimeout,
+                "no row of " + options_.tables[gather.table].name + " was read within the " +
+                    "time-out of " + std::to_string(options_.timeout.count()) +
+                    " ms; is the disk healthy and is the file on a local disk?",
+                {.file = options_.files[options_.tables[gather.table].stretches[0].file].path});
   }
   stats_[gather.table].wait_nanoseconds += nanoseconds_since(begin);
 }
