@@ -6,7 +6,7 @@
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
-#include "residency/core/deferral.h"
+#include "residency/lossy_choices.h"
 
 namespace torch_mesh {
 namespace {

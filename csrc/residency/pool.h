@@ -121,7 +121,7 @@ class Pool {
   }
   PoolTotals totals() const { return locked_core()->statistics().totals(); }
   PoolStats detailed_stats() const;
-  // Counts choices of decode steps that resident experts replaced, see core/deferral.h.
+  // Counts choices of decode steps that resident experts replaced, see lossy_choices.h.
   void count_rerouted(int32_t layer, int64_t replaced);
   // Prefetches that are unused at this moment will count neither as used nor as unused.
   void reset_stats();

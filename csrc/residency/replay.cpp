@@ -14,7 +14,7 @@
 
 #include "base/error.h"
 #include "residency/core/core.h"
-#include "residency/core/deferral.h"
+#include "residency/lossy_choices.h"
 #include "residency/policies/coldest_by_layer.h"
 #include "residency/predictor.h"
 

@@ -48,7 +48,7 @@ struct ForwardPart {
   // Each of its experts is used once, so it may read into slots of experts that it has computed.
   // The core decides whether it does, see window.h.
   bool streams = false;
-  // The deferred experts are the last ones of the claim's list, see deferral.h.
+  // The deferred experts are the last ones of the claim's list.
   Deferral deferral = {};
   // Not a forward: it reads records to move or copy experts to a GPU, for a gradient or to unpack.
   // It counts no access, teaches the policy nothing, and keeps the layer's predictions.

@@ -1,7 +1,7 @@
-// Chooses the experts that a decode step leaves out of its forward, by the slot states at one
-// moment: it uses them one layer later, or another pool computes them in another format. Choices
-// are [tokens][top_k]; ids of `experts` and more stand for none, and so does `experts` where a
-// choice is left out.
+// Changes the choices of a decode step by the slot states at one moment. Those it leaves out are
+// used one layer later, or another pool computes them in another format. Others become resident
+// experts. Choices are [tokens][top_k]; ids of `experts` and more stand for none, and so does
+// `experts` where a choice is left out.
 #pragma once
 
 #include <cstdint>

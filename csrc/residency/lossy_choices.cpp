@@ -1,4 +1,4 @@
-#include "residency/core/deferral.h"
+#include "residency/lossy_choices.h"
 
 #include <algorithm>
 #include <cmath>
