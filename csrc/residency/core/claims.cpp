@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "residency/core/window.h"
-
 namespace torch_mesh {
 
 void Claims::add(ClaimState& claim) {
@@ -22,13 +20,13 @@ void Claims::remove(ClaimState& claim) {
   std::erase(alive_, &claim);
 }
 
-void Claims::reserve(ClaimState& claim, const Window& window) {
+void Claims::reserve(ClaimState& claim, int32_t max_window) {
   if (claim.waiting == 0 || is_behind_others(claim)) return;
   join_present(claim);
   const size_t count = claim.entries.size();
   for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
     // Forwards list the expert of most rows first. A window leaves resident what it reads last.
-    if (!reserve_one(claim, claim.window ? count - 1 - i : i, window)) return;
+    if (!reserve_one(claim, claim.window ? count - 1 - i : i, max_window)) return;
   }
 }
 
@@ -48,7 +46,7 @@ void Claims::join_present(ClaimState& claim) {
 }
 
 // False when there is no slot.
-bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) {
+bool Claims::reserve_one(ClaimState& claim, size_t index, int32_t max_window) {
   if (claim.entries[index].state != ClaimEntry::kWaiting) return true;
   const ExpertId id = id_of(claim, index);
   if (const int32_t present = slots_.find(id); present >= 0) {  // a duplicate in the list
@@ -56,7 +54,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
     count(claim, index, &ExpertStats::inflight_misses);
     return true;
   }
-  if (!slots_.has_empty() && claim.reading >= window.slots_for(claim)) return false;
+  if (!slots_.has_empty() && claim.reading >= max_window) return false;
   const bool stuck = claim.joined + claim.held == 0;
   const int32_t slot = slots_.read(id, Urgency::kDemand, claim.part.phase, stuck);
   if (slot < 0) return false;

@@ -49,8 +49,6 @@ struct HandedOut {
   int32_t slot;
 };
 
-class Window;
-
 class Claims {
  public:
   explicit Claims(SlotTable& slots) : slots_(slots) {}
@@ -61,8 +59,9 @@ class Claims {
   // Takes slots for the experts that have none: first those that are resident or being read, then
   // empty or reusable ones. A claim that finds others in the queue takes nothing yet: pins on
   // experts that happen to be resident could keep a small pool full for ever, forward after
-  // forward, while the head of the queue waits.
-  void reserve(ClaimState& claim, const Window& window);
+  // forward, while the head of the queue waits. Takes slots from other experts while its window has
+  // fewer than `max_window` slots, see Window::slots_for().
+  void reserve(ClaimState& claim, int32_t max_window);
   // Hands out experts that are READY and not handed out yet. Stops before one whose read failed. If
   // that is the first, it is done with, and its error is in `error`.
   int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error);
@@ -84,7 +83,7 @@ class Claims {
 
  private:
   void join_present(ClaimState& claim);
-  bool reserve_one(ClaimState& claim, size_t index, const Window& window);
+  bool reserve_one(ClaimState& claim, size_t index, int32_t max_window);
   void join(ClaimState& claim, size_t index, int32_t slot, bool read);
   void count(const ClaimState& claim, size_t index, CommonCount how);
   // Whether other claims in the queue take slots before it.

@@ -44,7 +44,7 @@ void Core::begin_forward(ClaimState& claim) {
     expected_.begin(claim.layer, claim.experts);
     learn(claim);
   }
-  claims_.reserve(claim, window_);
+  claims_.reserve(claim, window_.slots_for(claim));
   // Deferred experts are pinned by now if this claim uses them; otherwise they are left from a
   // forward that was broken off.
   if (claim.part.teaches() || (deferral.late && claim.waiting == 0)) {
@@ -77,13 +77,13 @@ void Core::learn(const ClaimState& claim) {
 }
 
 void Core::advance(ClaimState& claim) {
-  claims_.reserve(claim, window_);
+  claims_.reserve(claim, window_.slots_for(claim));
   read_next_layer(claim);
 }
 
 size_t Core::release(ClaimState& claim, std::span<const int32_t> indices) {
   const size_t released = claims_.release(claim, indices);
-  claims_.reserve(claim, window_);
+  claims_.reserve(claim, window_.slots_for(claim));
   // While the claim uses or waits for others, advance() reads ahead before the next hand_out().
   if (claim.joined + claim.held == 0) read_next_layer(claim);
   return released;
