@@ -191,10 +191,10 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     compute(call, forward.phase, ready, part, workspace);
     // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
     // until this claim ends. At least half of the pool is left to others.
-    const bool keep_pinned = claim.window() && !forward.last && claim.has_all_slots() &&
+    const bool keep_pinned = claim.reads_next_layer() && !forward.last && claim.has_all_slots() &&
                              2 * pool_->experts() <= pool_->slots();
     // The claim's end releases the last ones, unless reads ahead wait for their slots.
-    const bool at_end = part.last && !claim.window();
+    const bool at_end = part.last && !claim.reads_next_layer();
     if (!keep_pinned && !at_end) claim.release(ready);
     tell();
     computed += static_cast<int32_t>(ready.size());

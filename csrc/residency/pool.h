@@ -330,9 +330,8 @@ class Claim {
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool has_all_slots() const { return state_.waiting == 0; }
-  // Whether its layer's forward reads through the window and ahead for the next layer, see
-  // core/window.h.
-  bool window() const { return state_.window; }
+  // Whether its forward reads ahead for the next layer, see core/window.h.
+  bool reads_next_layer() const { return state_.reads_next_layer; }
 
  private:
   int32_t take(std::span<ReadyExpert> ready, std::optional<Error>& error);

@@ -26,7 +26,7 @@ void Claims::reserve(ClaimState& claim, int32_t max_window) {
   const size_t count = claim.entries.size();
   for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
     // Forwards list the expert of most rows first. A window leaves resident what it reads last.
-    if (!reserve_one(claim, claim.window ? count - 1 - i : i, max_window)) return;
+    if (!reserve_one(claim, claim.reads_next_layer ? count - 1 - i : i, max_window)) return;
   }
 }
 
@@ -54,7 +54,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, int32_t max_window) {
     count(claim, index, &ExpertStats::inflight_misses);
     return true;
   }
-  if (!slots_.has_empty() && claim.reading >= max_window) return false;
+  if (!slots_.has_empty() && claim.window_slots >= max_window) return false;
   const bool stuck = claim.joined + claim.held == 0;
   const int32_t slot = slots_.read(id, Urgency::kDemand, claim.part.phase, stuck);
   if (slot < 0) return false;
@@ -63,10 +63,10 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, int32_t max_window) {
   return true;
 }
 
-void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
+void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool in_window) {
   claim.part.visit ? slots_.pin(slot) : slots_.pin_for_use(slot);
-  claim.entries[index] = {slot, ClaimEntry::kJoined, read};
-  claim.reading += read;
+  claim.entries[index] = {slot, ClaimEntry::kJoined, in_window};
+  claim.window_slots += in_window;
   --claim.waiting;
   ++claim.joined;
 }
@@ -90,7 +90,7 @@ int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
       error.emplace(*slot.error);
       entry.state = ClaimEntry::kDone;
       --claim.joined;
-      end_read(claim, entry);
+      leave_window(claim, entry);
       slots_.unpin(entry.slot);
       return 0;
     }
@@ -111,7 +111,7 @@ size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
     if (entry.state != ClaimEntry::kHandedOut) return at;
     entry.state = ClaimEntry::kDone;
     --claim.held;
-    end_read(claim, entry);
+    leave_window(claim, entry);
     slots_.unpin(entry.slot);
   }
   return indices.size();
@@ -146,12 +146,12 @@ bool Claims::is_behind_others(const ClaimState& claim) const {
 void Claims::validate() const {
   std::vector<int32_t> pins(static_cast<size_t>(slots_.size()), 0);
   for (const ClaimState* claim : alive_) {
-    int32_t waiting = 0, joined = 0, held = 0, reading = 0;
+    int32_t waiting = 0, joined = 0, held = 0, window_slots = 0;
     for (const ClaimEntry& entry : claim->entries) {
       waiting += entry.state == ClaimEntry::kWaiting;
       joined += entry.state == ClaimEntry::kJoined;
       held += entry.state == ClaimEntry::kHandedOut;
-      reading += entry.read;
+      window_slots += entry.in_window;
       if (entry.state != ClaimEntry::kJoined && entry.state != ClaimEntry::kHandedOut) continue;
       ++pins[entry.slot];
       check_invariant(
@@ -159,7 +159,7 @@ void Claims::validate() const {
           "a claim holds a slot that is not READY");
     }
     check_invariant(waiting == claim->waiting && joined == claim->joined && held == claim->held &&
-                        reading == claim->reading,
+                        window_slots == claim->window_slots,
                     "a claim's counts are not those of its entries");
   }
   for (int32_t slot = 0; slot < slots_.size(); ++slot) {

@@ -23,7 +23,7 @@ struct ClaimEntry {
   };
   int32_t slot;
   State state;
-  bool read;          // read for this claim, or ahead of it
+  bool in_window;     // the slot was read into for this claim, or ahead of it
   int32_t miss = -1;  // in the pool's Timeline
 };
 
@@ -36,8 +36,8 @@ struct ClaimState {
   int32_t waiting = 0;                    // not reserved yet
   int32_t joined = 0;                     // resident or being read for this claim, not handed out
   int32_t held = 0;                       // handed out, not released
-  int32_t reading = 0;                    // read for this claim or ahead of it, not released
-  bool window = false;  // reads through the pool's window, as the next layer's will
+  int32_t window_slots = 0;               // of entries that are in_window
+  bool reads_next_layer = false;          // its forward does, see window.h
   // Its thread runs the interrupt hook, so others take slots before it. Otherwise a forward in a
   // signal handler would wait for this claim, which waits for the handler.
   bool passed_over = false;
@@ -84,16 +84,16 @@ class Claims {
  private:
   void join_present(ClaimState& claim);
   bool reserve_one(ClaimState& claim, size_t index, int32_t max_window);
-  void join(ClaimState& claim, size_t index, int32_t slot, bool read);
+  void join(ClaimState& claim, size_t index, int32_t slot, bool in_window);
   void count(const ClaimState& claim, size_t index, CommonCount how);
   // Whether other claims in the queue take slots before it.
   bool is_behind_others(const ClaimState& claim) const;
   ExpertId id_of(const ClaimState& claim, size_t index) const {
     return slots_.id_of(claim.layer, claim.experts[index]);
   }
-  static void end_read(ClaimState& claim, ClaimEntry& entry) {
-    claim.reading -= entry.read;
-    entry.read = false;
+  static void leave_window(ClaimState& claim, ClaimEntry& entry) {
+    claim.window_slots -= entry.in_window;
+    entry.in_window = false;
   }
 
   SlotTable& slots_;

@@ -39,7 +39,7 @@ void Core::begin(ClaimState& claim) {
 
 void Core::begin_forward(ClaimState& claim) {
   const Deferral& deferral = claim.part.deferral;
-  claim.window = window_.takes(claim);
+  claim.reads_next_layer = window_.will_read_next_layer(claim);
   if (claim.part.teaches()) {
     expected_.begin(claim.layer, claim.experts);
     learn(claim);

@@ -16,7 +16,7 @@ constexpr int32_t kMinNarrow = 8;
 
 // If a forward leaves many experts of its layer unused, so will the next layer's, and most of what
 // would be read ahead for it would be in vain.
-bool Window::takes(const ClaimState& claim) const {
+bool Window::will_read_next_layer(const ClaimState& claim) const {
   if (!claim.part.streams || claim.part.phase != Phase::kPrefill) return false;
   if (slots_.covers_all()) return false;
   if (prefill_ != PrefillWindow::kAuto) return prefill_ == PrefillWindow::kAlways;
@@ -39,7 +39,8 @@ int32_t Window::narrow() const {
 
 void Window::read_next_layer(const ClaimState& claim) {
   const int32_t layer = claim.layer + 1;
-  if (!claim.window || !claim.part.last || claim.waiting > 0 || layer == slots_.layers()) return;
+  if (!claim.reads_next_layer || !claim.part.last || claim.waiting > 0 || layer == slots_.layers())
+    return;
   const auto ids = std::views::iota(slots_.id_of(layer, 0), slots_.id_of(layer + 1, 0));
   int32_t missing = 0, ahead = 0;
   for (ExpertId id : ids) {
@@ -52,7 +53,7 @@ void Window::read_next_layer(const ClaimState& claim) {
   const int32_t begun_before = slots_.loading();
   const auto has_room = [&] {
     const int32_t begun = slots_.loading() - begun_before;
-    return slots_.has_empty() || claim.reading + ahead + begun < limit;
+    return slots_.has_empty() || claim.window_slots + ahead + begun < limit;
   };
   if (missing == 0 || !has_room()) return;
   slots_.read_missing(ids, Urgency::kWindow, claim.part.phase, has_room);

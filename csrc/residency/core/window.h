@@ -26,12 +26,12 @@ class Window {
  public:
   Window(PrefillWindow prefill, SlotTable& slots) : prefill_(prefill), slots_(slots) {}
 
-  // Whether the forward of a new claim uses the window, in this layer and the next.
-  bool takes(const ClaimState& claim) const;
+  // Whether the forward of a new claim will read the next layer's experts through the window, too.
+  bool will_read_next_layer(const ClaimState& claim) const;
   // The number of slots that a claim may take from others for reads of experts that it has not
   // computed yet.
   int32_t slots_for(const ClaimState& claim) const {
-    if (claim.window && !is_narrow(claim)) return slots_for(claim.layer, claim.part.last);
+    if (claim.reads_next_layer && !is_narrow(claim)) return slots_for(claim.layer, claim.part.last);
     return claim.part.streams && claim.part.last ? narrow() : slots_.limit();
   }
   // Reads experts of the next layer once the claim has slots for all of its own, which the disk
