@@ -452,7 +452,7 @@ class Engine:
         interpose: Interpose | None = None,
         min_slots: int = 1,  # minimum for resize()
         profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # in the form of model_use()
-        # The next four: see csrc/residency/core/soft_pins.h.
+        # The next four: see soft_pins.h and warm_up.h in csrc/residency/core.
         early_layers: int = 0,
         early_experts: int = 0,
         on_gpu: list[bool] = [],  # [layers * experts]: on a GPU, so neither warmed nor pinned

@@ -92,8 +92,9 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.record_bytes = record_bytes;
   options.policy = given.take<std::string>("policy");
   options.soft_pins = soft_pin_options(given);
-  options.soft_pins.on_gpu = given.take<std::vector<bool>>("on_gpu", {});
-  options.soft_pins.fill = given.take<bool>("fill_empty", false);
+  options.warm_up = {.profile = profile_from(given),
+                     .on_gpu = given.take<std::vector<bool>>("on_gpu", {}),
+                     .fill = given.take<bool>("fill_empty", false)};
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout = timeout_from(given.take<double>("timeout"));

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/keywords.h"
+#include "residency/core/model_use.h"
 #include "residency/core/soft_pins.h"
 
 namespace torch_mesh {
@@ -18,14 +19,18 @@ using CountArray =
 using ProfileArrays = std::pair<CountArray, CountArray>;
 
 inline SoftPinOptions soft_pin_options(Keywords& given) {
-  SoftPinOptions options{.early_layers = given.take<int32_t>("early_layers", 0),
-                         .early_experts = given.take<int32_t>("early_experts", 0)};
+  return {.early_layers = given.take<int32_t>("early_layers", 0),
+          .early_experts = given.take<int32_t>("early_experts", 0)};
+}
+
+inline ModelUse profile_from(Keywords& given) {
+  ModelUse use;
   if (const auto profile = given.take<std::optional<ProfileArrays>>("profile", {})) {
     const auto& [tokens, uses] = *profile;
-    options.profile.tokens.assign(tokens.data(), tokens.data() + tokens.size());
-    options.profile.uses.assign(uses.data(), uses.data() + uses.size());
+    use.tokens.assign(tokens.data(), tokens.data() + tokens.size());
+    use.uses.assign(uses.data(), uses.data() + uses.size());
   }
-  return options;
+  return use;
 }
 
 inline ProfileArrays profile_arrays(const ModelUse& use) {

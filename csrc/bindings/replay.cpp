@@ -101,6 +101,7 @@ struct Arguments {
     options.recall = given.take<double>("recall", .75);
     options.seed = given.take<uint64_t>("seed", 0);
     options.soft_pins = soft_pin_options(given);
+    options.warm_up.profile = profile_from(given);
     options.deferred = given.take<int32_t>("deferred", 0);
     scores = given.take<std::optional<Array<float>>>("scores", {});
   }

@@ -58,7 +58,8 @@ PoolOptions checked(const PoolOptions& options, const Source& source, const Pack
     throw_invalid("the time-out must be 1 to ", longest, " ms; got ", options.timeout.count(),
                   " ms");
   }
-  check(options.soft_pins, source.layers, source.experts);
+  check(options.warm_up, source.layers, source.experts);
+  check(options.soft_pins);
   return options;
 }
 
@@ -88,6 +89,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
       core_({.layers = layers(),
              .experts = experts(),
              .slots = options.slots,
+             .warm_up = options.warm_up,
              .soft_pins = options.soft_pins,
              .prefill = options.prefill,
              .reads_ahead = reads_ahead(options, source_),

@@ -45,6 +45,7 @@ struct PoolOptions {
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
   // With a profile its experts are read into empty slots when the pool is opened.
+  WarmUpOptions warm_up = {};
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   Verify verify = Verify::kFirst;
@@ -95,7 +96,7 @@ class Pool {
   // Evicts the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
-  // Begins to read the profile's experts if that has been delayed, see SoftPinOptions::on_gpu.
+  // Begins to read the profile's experts if that has been delayed, see WarmUpOptions::on_gpu.
   void warm_up();
   // Uses by forwards of any phase since the pool was opened, added to those of its profile.
   ModelUse model_use() const { return locked_core()->use(); }

@@ -94,7 +94,8 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
     throw_invalid("recall must be in [0, 1]; got ", options.recall);
   }
   check_times(std::array{options.read_seconds, options.expert_seconds, options.rest_seconds});
-  check(options.soft_pins, trace.layers, trace.experts);
+  check(options.warm_up, trace.layers, trace.experts);
+  check(options.soft_pins);
   if (options.predictor == "lookahead" && trace.lookahead.empty()) {
     throw_invalid(
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
@@ -209,6 +210,7 @@ class Replay {
         core_({.layers = trace.layers,
                .experts = trace.experts,
                .slots = options.slots,
+               .warm_up = options.warm_up,
                .soft_pins = options.soft_pins,
                .prefill = options.prefill},
               options.policy == "belady"

@@ -10,6 +10,7 @@
 
 #include "residency/core/soft_pins.h"
 #include "residency/core/statistics.h"
+#include "residency/core/warm_up.h"
 #include "residency/core/window.h"
 
 namespace torch_mesh {
@@ -66,6 +67,7 @@ struct ReplayOptions {
   double recall = .75;
   uint64_t seed = 0;
   // As the pool's; a profile's experts have been read when the first token comes.
+  WarmUpOptions warm_up = {};
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   int32_t deferred = 0;  // cold experts of a token that are deferred by a layer, at most

@@ -93,6 +93,7 @@ struct Counts {
 struct Shape {
   int32_t layers, experts, slots, slots_per_segment;
   std::string policy;
+  WarmUpOptions warm_up = {};
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
 };
@@ -106,6 +107,7 @@ class Driver {
         core_({.layers = shape.layers,
                .experts = shape.experts,
                .slots = shape.slots,
+               .warm_up = shape.warm_up,
                .soft_pins = shape.soft_pins,
                .prefill = shape.prefill,
                .reads_ahead = 2,
@@ -516,13 +518,13 @@ Shape random_shape(std::mt19937_64& random) {
   const auto names = policy_names();
   shape.policy = std::string(names[random() % names.size()]);
   if (random() % 2 == 0) {
-    ModelUse& profile = shape.soft_pins.profile = ModelUse(shape.layers, shape.experts);
+    ModelUse& profile = shape.warm_up.profile = ModelUse(shape.layers, shape.experts);
     std::ranges::fill(profile.tokens, 100);
     for (int64_t& uses : profile.uses) uses = between(0, 100);
     shape.soft_pins.early_layers = between(0, shape.layers);
     shape.soft_pins.early_experts = between(0, 3);
   }
-  shape.soft_pins.fill = random() % 2 == 0;
+  shape.warm_up.fill = random() % 2 == 0;
   shape.prefill = static_cast<PrefillWindow>(between(0, 2));
   return shape;
 }
@@ -659,6 +661,7 @@ class OnPool {
     options.slots = shape.slots;
     options.record_bytes = kRecord;
     options.policy = shape.policy;
+    options.warm_up = shape.warm_up;
     options.soft_pins = shape.soft_pins;
     options.prefill = shape.prefill;
     options.verify = Verify::kNever;  // hashing in parallel could reorder completions
@@ -681,6 +684,7 @@ class OnCore {
         core_({.layers = shape.layers,
                .experts = shape.experts,
                .slots = shape.slots,
+               .warm_up = shape.warm_up,
                .soft_pins = shape.soft_pins,
                .prefill = shape.prefill,
                .reads_ahead = 1,

@@ -1,4 +1,4 @@
-// Profiles, warm starts, and soft-pinned experts.
+// Profiles and soft-pinned experts.
 #include "residency/core/soft_pins.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "pool_fixture.h"
+#include "profile_fixture.h"
 #include "residency/replay.h"
 #include "seed.h"
 
@@ -22,46 +22,12 @@ namespace {
 using namespace std::chrono_literals;
 using Ids = std::vector<int32_t>;
 
+using testing::falling;
 using testing::forward;
-using testing::kRecord;
-using testing::state_of;
+using testing::message_of;
+using testing::options_of;
+using testing::resident;
 using testing::TestStore;
-
-// A ModelUse in which expert e of each layer was used by 100 - e of 100 tokens.
-ModelUse falling(int32_t layers, int32_t experts) {
-  ModelUse use(layers, experts);
-  std::fill(use.tokens.begin(), use.tokens.end(), 100);
-  for (size_t id = 0; id < use.uses.size(); ++id) {
-    use.uses[id] = 100 - static_cast<int64_t>(id) % experts;
-  }
-  return use;
-}
-
-PoolOptions options_of(int32_t slots, SoftPinOptions kept) {
-  PoolOptions options = testing::options_of(slots);
-  options.policy = "auto";
-  options.segment_bytes = 4 * kRecord;
-  options.soft_pins = std::move(kept);
-  return options;
-}
-
-Ids resident(const Pool& pool, int32_t layer) {
-  Ids ids;
-  for (int32_t expert = 0; expert < pool.experts(); ++expert) {
-    if (state_of(pool, layer, expert) == SlotState::kReady) ids.push_back(expert);
-  }
-  return ids;
-}
-
-std::string message_of(const SoftPinOptions& options, int32_t layers, int32_t experts) {
-  try {
-    check(options, layers, experts);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
-    return error.what();
-  }
-  return "";
-}
 
 TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
   ModelUse use(2, 4);
@@ -77,15 +43,8 @@ TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
 }
 
 TEST(SoftPins, RefusesInvalidOptions) {
-  EXPECT_EQ(message_of({.profile = falling(2, 4)}, 2, 4), "");
-  EXPECT_NE(message_of({.profile = falling(2, 5)}, 2, 4).find("2 layers of 4"), -1ul);
-  EXPECT_NE(message_of({.early_layers = -1}, 2, 4).find("0 or more"), -1ul);
-  ModelUse odd = falling(2, 4);
-  odd.uses[6] = 101;
-  EXPECT_NE(message_of({.profile = odd}, 2, 4).find("expert 2 by 100 tokens of layer 1"), -1ul);
-  odd.uses[6] = -1;
-  EXPECT_NE(message_of({.profile = odd}, 2, 4).find("-1 uses"), -1ul);
-  EXPECT_NE(message_of({.on_gpu = {true}}, 2, 4).find("1 entries for 8 experts"), -1ul);
+  EXPECT_EQ(message_of(SoftPinOptions{.early_layers = 1, .early_experts = 2}), "");
+  EXPECT_NE(message_of(SoftPinOptions{.early_layers = -1}).find("0 or more"), -1ul);
 }
 
 // Under random changes of slots and soft pins no victim is soft-pinned, and invariants hold.
@@ -170,7 +129,7 @@ TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
 TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
   constexpr int32_t kSlots = 12;
   SlotTable slots(2, 8, kSlots, make_policy("lru", {2, 8, kSlots}));
-  SoftPins pins({.profile = falling(2, 8), .early_layers = 2, .early_experts = 3}, slots);
+  SoftPins pins({.early_layers = 2, .early_experts = 3}, {.profile = falling(2, 8)}, slots);
   EXPECT_EQ(slots.slots_without_early(), 6);
   for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.early(id)) << id;
   for (const auto& [limit, pinned] : {std::pair{12, 6}, {11, 4}, {4, 2}, {1, 0}, {12, 6}}) {
@@ -187,7 +146,7 @@ TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
 TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
   constexpr int32_t kSlots = 12;
   SlotTable slots(3, 8, kSlots, make_policy("heat", {3, 8, kSlots}));
-  SoftPins kept({.early_layers = 2, .early_experts = 2}, slots);
+  SoftPins kept({.early_layers = 2, .early_experts = 2}, {}, slots);
   for (int32_t step = 0; step < 300; ++step) {
     kept.tick(0, Ids{step % 2 ? 5 : 3, 6}, {}, 0);
     kept.tick(1, Ids{1}, {}, 0);
@@ -207,126 +166,12 @@ TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
   slots.validate();
 }
 
-TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
-  const TestStore store(2, 12);
-  for (bool raw : {false, true}) {
-    const Source source = raw ? store.raw() : store.source();
-    const PackRecord pack = [](int32_t, std::span<const std::byte* const> pieces, std::byte* to) {
-      std::copy_n(pieces[0], kRecord, to);
-    };
-    Pool pool(options_of(10, {.profile = falling(2, 12)}), {}, source, raw ? pack : nullptr);
-    pool.drain();
-    pool.validate();
-    EXPECT_EQ(resident(pool, 0), (Ids{0, 1, 2, 3, 4}));
-    EXPECT_EQ(resident(pool, 1), (Ids{0, 1, 2, 3, 4}));
-    for (int32_t expert = 0; expert < 12; ++expert) forward(pool, 1, {expert});
-    pool.validate();
-    const LayerStats stats = pool.stats()[1];
-    EXPECT_EQ(stats.hits, 5);
-    EXPECT_EQ(stats.prefetches_used, 5);
-  }
-}
-
-TEST(Warm, SkipsExpertsOnTheGpuAndWaitsForWarmUp) {
-  const TestStore store(2, 12);
-  SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24)};
-  kept.early_layers = 1, kept.early_experts = 2;
-  for (const int32_t id : {0, 1, 13}) kept.on_gpu[id] = true;
-  Pool pool(options_of(10, kept), {}, store.source(), nullptr);
-  pool.drain();
-  EXPECT_TRUE(resident(pool, 0).empty() && resident(pool, 1).empty());
-  forward(pool, 0, {9});  // its completion begins no warm-up read either
-  pool.drain();
-  EXPECT_EQ(resident(pool, 0), (Ids{9}));
-  pool.warm_up();
-  pool.drain();
-  pool.validate();
-  EXPECT_EQ(resident(pool, 0), (Ids{2, 3, 4, 5, 9}));
-  EXPECT_EQ(resident(pool, 1), (Ids{0, 2, 3, 4, 5}));
-  const ModelUse use = pool.model_use();
-  EXPECT_EQ(use.uses[0], falling(2, 12).uses[0]) << "what was known of them stays known";
-}
-
-TEST(Warm, EvictsNothing) {
-  const TestStore store(1, 12);
-  PoolOptions options = options_of(6, {.profile = falling(1, 12)});
-  options.reader.interpose = with_faults({.seed = 7, .delay = 1, .max_delay = 3ms});
-  Pool pool(options, {}, store.source(), nullptr);
-  forward(pool, 0, {11, 10, 9});  // few enough to get slots at once
-  pool.drain();
-  pool.validate();
-  const Ids here = resident(pool, 0);
-  EXPECT_EQ(here.size(), 6u);
-  EXPECT_TRUE(std::equal(here.end() - 3, here.end(), Ids{9, 10, 11}.begin()));
-}
-
-TEST(Warm, GoesOnInSlotsThatBecomeEmpty) {
-  const TestStore store(1, 12);
-  Pool pool(options_of(8, {.profile = falling(1, 12)}), {}, store.source(), nullptr);
-  pool.drain();
-  EXPECT_EQ(pool.evict(0, Ids{0, 1}), 2);
-  pool.drain();
-  EXPECT_EQ(resident(pool, 0), (Ids{2, 3, 4, 5, 6, 7, 8, 9}));
-  pool.resize(4);
-  EXPECT_EQ(std::ssize(resident(pool, 0)), 4);
-  pool.resize(8);
-  pool.drain();
-  pool.validate();
-  const Ids here = resident(pool, 0);
-  EXPECT_EQ(std::ssize(here), 6) << "the profile names no more";
-  EXPECT_TRUE(std::ranges::includes(here, Ids{10, 11}));
-}
-
-TEST(Warm, FillReadsAnEqualNumberOfEachLayer) {
-  const TestStore store(2, 12);
-  for (const int32_t slots : {9, 24}) {
-    Pool pool(options_of(slots, {.fill = true}), {}, store.source(), nullptr);
-    pool.drain();
-    pool.validate();
-    EXPECT_EQ(std::ssize(resident(pool, 0)), (slots + 1) / 2);
-    EXPECT_EQ(std::ssize(resident(pool, 1)), slots / 2);
-  }
-  // The hottest experts of a profile come first, and experts on the GPU are skipped.
-  SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24), .fill = true};
-  kept.on_gpu[11] = true;
-  Pool pool(options_of(24, kept), {}, store.source(), nullptr);
-  pool.warm_up();
-  pool.drain();
-  pool.validate();
-  EXPECT_EQ(std::ssize(resident(pool, 0)), 11);
-  EXPECT_EQ(std::ssize(resident(pool, 1)), 12);
-}
-
-TEST(Warm, ReadsThatFailReachNoForward) {
-  const TestStore store(2, 12);
-  PoolOptions options = options_of(8, {.profile = falling(2, 12)});
-  options.reader.interpose = with_faults({.seed = 5, .eio_always = 1});
-  Pool pool(options, {}, store.source(), nullptr);
-  pool.drain();
-  pool.validate();
-  EXPECT_TRUE(pool.detailed_stats().prefetch_error.has_value());
-  EXPECT_TRUE(resident(pool, 0).empty());
-  EXPECT_THROW(forward(pool, 0, {0}), Error);  // its own read
-  pool.validate();
-}
-
-TEST(Warm, APoolMayCloseDuringAWarmStart) {
-  const TestStore store(4, 12);
-  PoolOptions options = options_of(24, {.profile = falling(4, 12)});
-  options.reader.interpose = with_faults({.seed = 3, .delay = 1, .max_delay = 2ms});
-  for (int32_t round = 0; round < 5; ++round) {
-    Pool pool(options, {}, store.source(), nullptr);
-    std::this_thread::sleep_for(std::chrono::milliseconds(round));
-    pool.close();
-  }
-}
-
 TEST(SoftPins, StayDuringForwardsAndResizes) {
   const uint64_t seed = testing::fresh_seed();
   SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   const TestStore store(3, 8);
   PoolOptions options =
-      options_of(12, {.profile = falling(3, 8), .early_layers = 2, .early_experts = 3});
+      options_of(12, {.profile = falling(3, 8)}, {.early_layers = 2, .early_experts = 3});
   options.min_slots = 2;
   Pool pool(options, {}, store.source(), nullptr);
   pool.drain();

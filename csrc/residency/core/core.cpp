@@ -9,16 +9,17 @@ namespace torch_mesh {
 Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
     : options_(options),
       slots_(options.layers, options.experts, options.slots, std::move(policy)),
-      soft_pins_(options.soft_pins, slots_),
-      use_(options.soft_pins.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
-                                                    : options.soft_pins.profile),
-      warming_(options.soft_pins.on_gpu.empty()),
+      soft_pins_(options.soft_pins, options.warm_up, slots_),
+      warm_up_(options.warm_up, slots_),
+      use_(options.warm_up.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
+                                                  : options.warm_up.profile),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
       expected_(slots_),
       window_(options.prefill, slots_),
       claims_(slots_),
       sizing_(options.slots_per_segment, slots_, soft_pins_) {
+  if (!options.warm_up.profile.tokens.empty()) slots_.policy().start_from(use_);
   read_ahead();
 }
 
@@ -111,7 +112,8 @@ bool Core::admits(ReadAhead what) const {
     case ReadAhead::kExpected:
       return slots_.prefetching() < std::min(options_.reads_ahead, half);
     case ReadAhead::kWarm:
-      return warming_ && slots_.loading() == slots_.prefetching() && admits(ReadAhead::kExpected);
+      return warm_up_.started() && slots_.loading() == slots_.prefetching() &&
+             admits(ReadAhead::kExpected);
   }
   return false;
 }
@@ -170,7 +172,7 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
 void Core::read_ahead() {
   while (admits(ReadAhead::kExpected)) {
     if (expected_.read_next(expected_phase_) >= 0) continue;
-    if (!admits(ReadAhead::kWarm) || soft_pins_.read_warm() < 0) return;
+    if (!admits(ReadAhead::kWarm) || warm_up_.read_next() < 0) return;
   }
 }
 
@@ -190,7 +192,9 @@ void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) 
 }
 
 void Core::warm_up() {
-  if (!std::exchange(warming_, true)) read_ahead();
+  if (warm_up_.started()) return;
+  warm_up_.start();
+  read_ahead();
 }
 
 // Not before the last segment has come: reads do not depend on how fast segments come.

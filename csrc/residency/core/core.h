@@ -35,6 +35,7 @@
 #include "residency/core/slots.h"
 #include "residency/core/soft_pins.h"
 #include "residency/core/statistics.h"
+#include "residency/core/warm_up.h"
 #include "residency/core/window.h"
 
 namespace torch_mesh {
@@ -43,6 +44,7 @@ struct CoreOptions {
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   int32_t slots = 0;
+  WarmUpOptions warm_up = {};
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   int64_t reads_ahead = 1;        // expected or warmed experts that are read at a time
@@ -56,7 +58,7 @@ enum class ReadAhead : uint8_t {
   kNextLayer,  // the next layer of a prompt, into the slots of its window
   kHint,       // prefetch(), and experts that another pool has computed
   kExpected,   // predicted for the next layer, see expected.h
-  kWarm,       // before any forward asks: into empty slots, while the disk is idle, see soft_pins.h
+  kWarm,       // before any forward asks: into empty slots, while the disk is idle, see warm_up.h
 };
 
 class Core {
@@ -135,8 +137,8 @@ class Core {
   const CoreOptions options_;
   SlotTable slots_;
   SoftPins soft_pins_;
+  WarmUp warm_up_;
   ModelUse use_;
-  bool warming_;                    // see SoftPins::read_warm()
   std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
   std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
   Expected expected_;

@@ -13,48 +13,25 @@ constexpr float kDecay = .99f;
 
 }  // namespace
 
-void check(const SoftPinOptions& options, int32_t layers, int32_t experts) {
-  check(options.profile, layers, experts);
-  if (const size_t all = static_cast<size_t>(layers) * experts;
-      !options.on_gpu.empty() && options.on_gpu.size() != all) {
-    throw_invalid("on_gpu has ", options.on_gpu.size(), " entries for ", all, " experts");
-  }
+void check(const SoftPinOptions& options) {
   if (options.early_layers < 0 || options.early_experts < 0) {
     throw_invalid("early_layers and early_experts must be 0 or more; got ", options.early_layers,
                   " and ", options.early_experts);
   }
 }
 
-SoftPins::SoftPins(const SoftPinOptions& options, SlotTable& slots)
+SoftPins::SoftPins(const SoftPinOptions& options, const WarmUpOptions& warm_up, SlotTable& slots)
     : experts_(slots.experts()),
       early_layers_(options.early_experts > 0 ? std::min(options.early_layers, slots.layers()) : 0),
       max_early_(std::min(options.early_experts, experts_)),
       slots_(slots),
       recent_(static_cast<size_t>(early_layers_) * experts_, 0.f),
       order_(static_cast<size_t>(experts_)) {
-  if (!options.profile.tokens.empty()) {
-    for (size_t id = 0; id < recent_.size(); ++id) {
-      if (!options.on_gpu.empty() && options.on_gpu[id]) continue;
-      recent_[id] = options.profile.rate(static_cast<int64_t>(id)) / (1 - kDecay);
-    }
-    slots.policy().start_from(options.profile);
+  for (size_t id = 0; id < recent_.size() && !warm_up.profile.tokens.empty(); ++id) {
+    if (!warm_up.on_gpu.empty() && warm_up.on_gpu[id]) continue;
+    recent_[id] = warm_up.profile.rate(static_cast<int64_t>(id)) / (1 - kDecay);
   }
   resize();
-  warm_ = hottest(options.profile, options.on_gpu);
-  std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return slots.early(id); });
-  if (options.fill) append_others(options.on_gpu);
-}
-
-void SoftPins::append_others(const std::vector<bool>& on_gpu) {
-  std::vector<bool> named = on_gpu;
-  named.resize(static_cast<size_t>(slots_.layers()) * experts_);
-  for (const ExpertId id : warm_) named[id] = true;
-  for (int32_t expert = 0; expert < experts_; ++expert) {
-    for (int32_t layer = 0; layer < slots_.layers(); ++layer) {
-      const ExpertId id = layer * experts_ + expert;
-      if (!named[id]) warm_.push_back(id);
-    }
-  }
 }
 
 void SoftPins::tick(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
@@ -75,14 +52,6 @@ void SoftPins::tick(int32_t layer, std::span<const int32_t> chosen, std::span<co
 
 void SoftPins::resize() {
   for (int32_t layer = 0; layer < early_layers_; ++layer) pin_hottest(layer);
-}
-
-int32_t SoftPins::read_warm() {
-  while (next_warm_ < warm_.size() && slots_.has_empty()) {
-    const ExpertId id = warm_[next_warm_++];
-    if (slots_.find(id) < 0) return slots_.read(id, Urgency::kPrefetch, Phase::kNone);
-  }
-  return -1;
 }
 
 // An expert that was never used is not pinned.
