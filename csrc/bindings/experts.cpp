@@ -27,6 +27,7 @@ struct Extras {
   // As in ExpertsCall; empty: not called.
   std::function<void()> reads_queued = {};
   Deferral deferral = {};
+  bool deferred = false;
   Adapters adapters = {};
   std::optional<at::ScalarType> out = {};  // none: that of x
 };
@@ -54,6 +55,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                   .adapters = extras.adapters,
                   .backwards = in_backward_pass(),
                   .deferral = extras.deferral,
+                  .deferred = extras.deferred,
                   .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
                   .context = &extras});
   return out;
@@ -176,7 +178,7 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                   {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = later}});
   if (carried && follows(*carried, layer, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
-                         /*sentinels=*/true, {.deferral = {.late = true}}));
+                         /*sentinels=*/true, {.deferred = true}));
   }
   if (!later.empty()) {
     remainder = Remainder{layer.ids(), x.clone(), split.left_out, weights.clone()};

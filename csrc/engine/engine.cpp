@@ -134,8 +134,10 @@ void Engine::experts(const ExpertsCall& call) {
     if (begin > 0) part.reads_queued = nullptr;
     const bool last = begin + part.tokens == call.tokens;
     if (!last) part.deferral.experts = {};
-    const ForwardPart forward{
-        .phase = phase_of(call.tokens), .last = last && !call.deferral.late, .rows = call.tokens};
+    const ForwardPart forward{.phase = phase_of(call.tokens),
+                              .last = last && !call.deferred,
+                              .rows = call.tokens,
+                              .kind = call.deferred ? ClaimKind::kDeferred : ClaimKind::kForward};
     experts_chunk(part, forward, *lease);
     if (phase_of(call.tokens) == Phase::kPrefill) {
       last_used_.note(call.layer, (*lease).grouping.experts, begin > 0);

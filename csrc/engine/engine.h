@@ -71,9 +71,9 @@ struct ExpertsCall {
   // The call is part of a backward pass, from the last layer to the first. The layer's experts stay
   // for its own backward, and the next layer's are not read ahead.
   bool backwards = false;
-  // For decode steps: distinct experts that this call leaves out of `ids`. Or, with `late`, `ids`
-  // are what an earlier call left out.
+  // For decode steps: distinct experts that this call leaves out of `ids`.
   Deferral deferral = {};
+  bool deferred = false;  // `ids` are what an earlier call of the forward left out
   // Called once, when all of the call's own reads are queued, so that prefetches may follow. That
   // is before it computes or, if reads wait for slots, when the last of them has one. nullptr: not
   // called.
@@ -114,11 +114,11 @@ class Engine {
   void grouped_linear(const LinearCall& call);
 
   // Calls visit(expert, record) for each of the distinct `experts`, one at a time, in the order in
-  // which they become ready. This is not a forward: see ForwardPart::visit.
+  // which they become ready. This is not a forward: see ClaimKind::kVisit.
   template <typename Visit>
   void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
     std::vector<Claim::Entry> entries(experts.size());
-    Claim claim(*pool_, layer, experts, entries, {.visit = true});
+    Claim claim(*pool_, layer, experts, entries, {.kind = ClaimKind::kVisit});
     ReadyExpert ready;
     while (claim.next({&ready, 1}) > 0) {
       visit(experts[ready.index], ready.record);

@@ -18,7 +18,7 @@ void Engine::visit_in_order(int32_t layer, std::span<const int32_t> experts, int
     const std::span<const int32_t> own = experts.subspan(begin, end - begin);
     std::vector<Claim::Entry> entries(own.size());
     {
-      Claim claim(*pool_, layer, own, entries, {.visit = true});
+      Claim claim(*pool_, layer, own, entries, {.kind = ClaimKind::kVisit});
       if (claim.has_all_slots()) {
         visit_pinned(claim, layer, experts, begin, end, at_once, visit);
         continue;
@@ -56,7 +56,7 @@ void Engine::visit_copies(int32_t layer, std::span<const int32_t> experts, int32
     const auto run = experts.subspan(first, std::min(at_once, end - first));
     read_ahead(layer, experts.subspan(first + run.size()));
     std::vector<Claim::Entry> entries(run.size());
-    Claim claim(*pool_, layer, run, entries, {.visit = true});
+    Claim claim(*pool_, layer, run, entries, {.kind = ClaimKind::kVisit});
     ReadyExpert ready;
     while (claim.next({&ready, 1}, options_.threads) > 0) {
       copies[ready.index].assign(ready.record, ready.record + layout().bytes);

@@ -306,7 +306,7 @@ class Replay {
     };
     claim(layer, experts, part, predict);
     if (!late.empty()) {
-      claim(layer - 1, late, {.phase = phase, .last = false, .deferral = {.late = true}}, [] {});
+      claim(layer - 1, late, {.phase = phase, .last = false, .kind = ClaimKind::kDeferred}, [] {});
     }
     now_ = std::max(now_, end);
     result_.hits[first] += counts(phase, layer).hits - hits;

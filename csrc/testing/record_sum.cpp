@@ -44,7 +44,7 @@ uint64_t record_sum(Engine& engine, int32_t layer, std::span<const int32_t> expe
     throw_invalid("experts has an expert twice; they must be distinct");
   }
   std::vector<Claim::Entry> entries(experts.size());
-  Claim claim(engine.pool(), layer, experts, entries, {.visit = true});
+  Claim claim(engine.pool(), layer, experts, entries, {.kind = ClaimKind::kVisit});
   std::vector<const uint64_t*> records;
   for (ReadyExpert ready; claim.next({&ready, 1}) > 0;) {
     records.push_back(reinterpret_cast<const uint64_t*>(ready.record));

@@ -185,14 +185,14 @@ class Driver {
     auto live = std::make_unique<Live>();
     live->experts = some_experts(one_in(3) ? shape_.experts : 3);
     ForwardPart part{.phase = static_cast<Phase>(below(3)), .last = !one_in(3)};
-    part.visit = one_in(5);
+    if (one_in(5)) part.kind = ClaimKind::kVisit;
     part.rows = below(3) * 64;
     part.streams = one_in(2);
     size_t left_out = 0;
-    if (part.phase == Phase::kDecode && !part.visit) {
-      part.deferral.late = one_in(4);
+    if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
+      if (one_in(4)) part.kind = ClaimKind::kDeferred;
       part.deferral.fallback = one_in(3);
-      if (!part.deferral.late && one_in(2))
+      if (part.kind == ClaimKind::kForward && one_in(2))
         left_out = below(static_cast<int32_t>(live->experts.size()));
       part.deferral.experts = std::span(live->experts).last(left_out);
     }

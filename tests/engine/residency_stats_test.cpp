@@ -118,7 +118,7 @@ void forward_that_defers(Pool& pool) {
   release(claim, 1);
 }
 
-constexpr ForwardPart kVisit{.visit = true};
+constexpr ForwardPart kVisit{.kind = ClaimKind::kVisit};
 
 TEST(PoolStats, AnExpertThatIsNamedTwiceIsReadOnce) {
   const TestStore store(1, 8);
@@ -215,7 +215,7 @@ TEST(PoolStats, DeferredExpertsAreCountedAndReadOnce) {
   forward(pool, 1, {0, 1, 2}, kDecodeStep);  // evicts experts already used, not deferred ones
   EXPECT_EQ(state_of(pool, 0, 2), SlotState::kReady);
   EXPECT_EQ(state_of(pool, 0, 3), SlotState::kReady);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kDeferred});
   const PoolStats stats = pool.detailed_stats();
   const LayerStats& layer = layer_of(stats, Phase::kDecode);
   EXPECT_EQ(layer.forwards, 1);
@@ -235,7 +235,7 @@ TEST(PoolStats, DeferredExpertsAreEvictedWhenNothingElseIsEvictable) {
   forward_that_defers(pool);
   forward(pool, 1, {0, 1, 2, 3, 4}, kDecodeStep);
   EXPECT_EQ(state_of(pool, 0, 2), SlotState::kEmpty);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kDeferred});
   EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).promoted, 6);
   pool.validate();
 }

@@ -38,7 +38,7 @@ void Claims::join_present(ClaimState& claim) {
     if (slot < 0) continue;
     const bool ready = slots_[slot].state == SlotState::kReady;
     // Only a forward counts a prefetch as used.
-    const bool ahead = !claim.part.visit && slots_.use_prefetched(slot);
+    const bool ahead = claim.part.kind != ClaimKind::kVisit && slots_.use_prefetched(slot);
     join(claim, i, slot, ahead);
     if (!ready) slots_.raise_priority(slot);
     count(claim, i, ready ? &ExpertStats::hits : &ExpertStats::inflight_misses);
@@ -64,7 +64,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, int32_t max_window) {
 }
 
 void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool in_window) {
-  claim.part.visit ? slots_.pin(slot) : slots_.pin_for_use(slot);
+  claim.part.kind == ClaimKind::kVisit ? slots_.pin(slot) : slots_.pin_for_use(slot);
   claim.entries[index] = {slot, ClaimEntry::kJoined, in_window};
   claim.window_slots += in_window;
   --claim.waiting;
@@ -72,7 +72,7 @@ void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool in_window)
 }
 
 void Claims::count(const ClaimState& claim, size_t index, CommonCount how) {
-  if (!claim.part.teaches()) return;
+  if (claim.part.kind != ClaimKind::kForward) return;
   const ExpertId id = id_of(claim, index);
   slots_.statistics().count_access(id, claim.part.phase, how, slots_.early(id));
 }

@@ -39,16 +39,16 @@ void Core::begin(ClaimState& claim) {
 }
 
 void Core::begin_forward(ClaimState& claim) {
-  const Deferral& deferral = claim.part.deferral;
+  const ClaimKind kind = claim.part.kind;
   claim.reads_next_layer = window_.will_read_next_layer(claim);
-  if (claim.part.teaches()) {
+  if (kind == ClaimKind::kForward) {
     expected_.begin(claim.layer, claim.experts);
     learn(claim);
   }
   claims_.reserve(claim, window_.slots_for(claim));
   // Deferred experts are pinned by now if this claim uses them; otherwise they are left from a
   // forward that was broken off.
-  if (claim.part.teaches() || (deferral.late && claim.waiting == 0)) {
+  if (kind == ClaimKind::kForward || (kind == ClaimKind::kDeferred && claim.waiting == 0)) {
     slots_.forget_deferred(claim.layer);
   }
   read_left_out(claim);

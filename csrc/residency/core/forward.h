@@ -27,13 +27,19 @@ inline constexpr int64_t kMaxStepRows = 128;
 
 // Experts of a decode step that its forward does not compute with the rest.
 struct Deferral {
-  // The claim does not hand these out: one that is `late` uses them one layer later.
+  // The claim does not hand these out: one of ClaimKind::kDeferred uses them one layer later.
   std::span<const int32_t> experts = {};
-  // Another pool computes them instead, and no late claim follows. This pool learns of their use,
+  // Another pool computes them instead, and no such claim follows. This pool learns of their use,
   // and reads those worth a slot ahead of the next one.
   bool fallback = false;
-  // The claim is for experts that an earlier one of the forward deferred and counted.
-  bool late = false;
+};
+
+enum class ClaimKind : uint8_t {
+  kForward,   // counts its accesses, and teaches the policy and the predictions
+  kDeferred,  // of experts that an earlier claim of the forward has deferred and counted
+  // No forward: reads records to move or copy them to a GPU, for a gradient or to unpack. It counts
+  // no access, teaches nothing, and keeps the layer's predictions.
+  kVisit,
 };
 
 // The part of a forward that a claim covers: one chunk of its rows, or all of them.
@@ -50,11 +56,7 @@ struct ForwardPart {
   bool streams = false;
   // The deferred experts are the last ones of the claim's list.
   Deferral deferral = {};
-  // Not a forward: it reads records to move or copy experts to a GPU, for a gradient or to unpack.
-  // It counts no access, teaches the policy nothing, and keeps the layer's predictions.
-  bool visit = false;
-
-  bool teaches() const { return !visit && !deferral.late; }
+  ClaimKind kind = ClaimKind::kForward;
 };
 
 }  // namespace torch_mesh
