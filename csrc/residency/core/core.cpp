@@ -102,20 +102,12 @@ void Core::end(ClaimState& claim) {
 // most, so that wrong ones cannot hold up the forwards.
 bool Core::admits(ReadAhead what) const {
   if (closed_ || !options_.reads || claims_.queued()) return false;
+  if (what == ReadAhead::kForward) return true;
   const int64_t half = slots_.slots_without_early() / 2;
-  switch (what) {
-    case ReadAhead::kDeferred:
-    case ReadAhead::kNextLayer:
-      return true;
-    case ReadAhead::kHint:
-      return slots_.prefetching() < half;
-    case ReadAhead::kExpected:
-      return slots_.prefetching() < std::min(options_.reads_ahead, half);
-    case ReadAhead::kWarm:
-      return warm_up_.started() && slots_.loading() == slots_.prefetching() &&
-             admits(ReadAhead::kExpected);
-  }
-  return false;
+  const int64_t limit = what == ReadAhead::kHint ? half : std::min(options_.reads_ahead, half);
+  if (slots_.prefetching() >= limit) return false;
+  return what != ReadAhead::kWarm ||
+         (warm_up_.started() && slots_.loading() == slots_.prefetching());
 }
 
 // Reads the experts that a claim leaves out. Those used one layer later are soft-pinned, not
@@ -133,7 +125,7 @@ void Core::read_left_out(const ClaimState& claim) {
       slots_.soft_pin(id, SoftPin::kDeferred, true);
     }
   }
-  const bool may_read = claim.waiting == 0 && admits(ReadAhead::kDeferred);
+  const bool may_read = claim.waiting == 0 && admits(ReadAhead::kForward);
   for (int32_t index : deferral.experts) {
     const ExpertId id = id_of(claim.layer, index);
     const int32_t present = slots_.find(id);
@@ -156,7 +148,7 @@ bool Core::worth_a_slot(ExpertId id) {
 }
 
 void Core::read_next_layer(const ClaimState& claim) {
-  if (admits(ReadAhead::kNextLayer)) window_.read_next_layer(claim);
+  if (admits(ReadAhead::kForward)) window_.read_next_layer(claim);
 }
 
 void Core::landed(int32_t slot, int64_t bytes) {

@@ -54,11 +54,10 @@ struct CoreOptions {
 
 // Kinds of reads that begin before a claim asks for them.
 enum class ReadAhead : uint8_t {
-  kDeferred,   // deferred by a layer: once the claim has slots for all that it needs
-  kNextLayer,  // the next layer of a prompt, into the slots of its window
-  kHint,       // prefetch(), and experts that another pool has computed
-  kExpected,   // predicted for the next layer, see expected.h
-  kWarm,       // before any forward asks: into empty slots, while the disk is idle, see warm_up.h
+  kForward,   // deferred by a forward that has its slots, or of its next layer, see window.h
+  kHint,      // prefetch(), and experts that another pool has computed
+  kExpected,  // predicted for the next layer, see expected.h
+  kWarm,      // before any forward asks: into empty slots, while the disk is idle, see warm_up.h
 };
 
 class Core {
