@@ -138,7 +138,7 @@ bool Pool::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts
 
 // Refused reads, and segments that cannot be detached, are events again.
 void Pool::carry_out() {
-  for (Effects* effects = &core_.effects(); effects->any(); effects = &core_.effects()) {
+  for (Effects* effects = &core_.end_event(); effects->any(); effects = &core_.end_event()) {
     const bool reads = !effects->reads.empty() || !effects->raised.empty();
     queued_ |= reads;
     if (!effects->reads.empty()) loader_->begin(core_.slots(), effects->reads);

@@ -406,7 +406,7 @@ class Replay {
   }
 
   void carry_out() {
-    Effects& effects = core_.effects();
+    Effects& effects = core_.end_event();
     queue_.insert(queue_.end(), effects.reads.begin(), effects.reads.end());
     for (int32_t slot : effects.raised) {  // goes behind other demand reads, unless it is under way
       if (std::erase(queue_, slot) > 0) queue_.push_back(slot);

@@ -363,7 +363,7 @@ class Driver {
         return after("no memory");
       }
       core_.attached(segment);
-      const bool late = !core_.effects().vacant.empty();
+      const bool late = !core_.end_event().vacant.empty();
       seen_(late ? Seen::kSegmentThereTooLate : Seen::kSegmentThere);
       return after("attached()");
     }
@@ -386,7 +386,7 @@ class Driver {
   // Applies the effects that this test simulates, then checks all invariants.
   void after(const char* event) {
     ++seen_.events;
-    Effects& effects = core_.effects();
+    Effects& effects = core_.end_event();
     for (int32_t slot : effects.reads) {
       const ExpertId expert = core_.slots()[slot].expert;
       mix(uint64_t{1} << 60 | static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(expert));
@@ -568,8 +568,9 @@ TEST(Core, AGrowthThatFindsNoMemoryForItsLastSegmentIsTakenBack) {
   Core core({.layers = 1, .experts = kSlots, .slots = kSlots, .slots_per_segment = kFew},
             make_policy("lru", {1, kSlots, kSlots}));
   const auto detach = [&] {
-    const std::vector<int64_t> vacant(core.effects().vacant.begin(), core.effects().vacant.end());
-    core.effects().clear();
+    Effects& effects = core.end_event();
+    const std::vector<int64_t> vacant = effects.vacant;
+    effects.clear();
     for (const int64_t segment : vacant) core.detached(segment);
     return vacant;
   };
@@ -748,7 +749,7 @@ class OnCore {
 
  private:
   void carry_out() {
-    for (Effects* effects = &core_.effects(); effects->any(); effects = &core_.effects()) {
+    for (Effects* effects = &core_.end_event(); effects->any(); effects = &core_.end_event()) {
       for (int32_t slot : effects->reads) {
         queues_[static_cast<size_t>(core_.slots()[slot].urgency)].push_back(slot);
       }
@@ -880,7 +881,7 @@ class Guesses {
   static constexpr int32_t kExperts = 63, kSlots = 8;
 
   int32_t take() {
-    Effects& effects = core_.effects();
+    Effects& effects = core_.end_event();
     const auto begun = static_cast<int32_t>(effects.reads.size());
     under_way_.insert(under_way_.end(), effects.reads.begin(), effects.reads.end());
     effects.clear();

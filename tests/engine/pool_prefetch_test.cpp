@@ -98,12 +98,12 @@ TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
 TEST(Pool, PredictedExpertsAreReadOnce) {
   SlotTable slots(1, 8, 4, make_policy("lru", {1, 8, 4}));
   Expected expected(slots);
-  expected.set(0, std::vector<int32_t>{5, 2});
-  const int32_t first = expected.read_next(Phase::kNone);
+  expected.set(0, std::vector<int32_t>{5, 2}, Phase::kNone);
+  const int32_t first = expected.read_next();
   EXPECT_EQ(slots[first].expert, 5);
   slots.failed(first, 0, Error(ErrorKind::kClosed, "at once"));
-  EXPECT_EQ(slots[expected.read_next(Phase::kNone)].expert, 2);
-  EXPECT_EQ(expected.read_next(Phase::kNone), -1);
+  EXPECT_EQ(slots[expected.read_next()].expert, 2);
+  EXPECT_EQ(expected.read_next(), -1);
 }
 
 TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
@@ -113,9 +113,9 @@ TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
   // The predictions that a layer reads. Each read fails, so the expert is cold the next time.
   const auto read = [&](int32_t layer) {
     std::vector<int32_t> ids;
-    expected.set(layer, guesses);
+    expected.set(layer, guesses, Phase::kNone);
     for (;;) {
-      const int32_t slot = expected.read_next(Phase::kNone);
+      const int32_t slot = expected.read_next();
       if (slot < 0) return ids;
       ids.push_back(slots[slot].expert % 8);
       slots.failed(slot, 0, Error(ErrorKind::kClosed, "at once"));
@@ -123,7 +123,7 @@ TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
   };
   const auto forwards = [&](int32_t count, const std::vector<int32_t>& used) {
     for (int32_t i = 0; i < count; ++i) {
-      expected.set(0, guesses);
+      expected.set(0, guesses, Phase::kNone);
       expected.begin(0, used);
     }
   };
@@ -154,9 +154,9 @@ TEST(Pool, PredictionsRightHalfTheTimeAreReadOnlyIfTheyEndInTime) {
     for (int32_t i = 0; i < 400; ++i) {
       asked = false;
       std::vector<int32_t> reads;
-      expected.set(0, guesses);
+      expected.set(0, guesses, Phase::kNone);
       for (;;) {
-        const int32_t slot = expected.read_next(Phase::kNone);
+        const int32_t slot = expected.read_next();
         if (slot < 0) break;
         asked |= slots[slot].expert == 2;
         reads.push_back(slot);

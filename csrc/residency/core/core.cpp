@@ -13,8 +13,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
       warm_up_(options.warm_up, slots_),
       use_(options.warm_up.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
                                                   : options.warm_up.profile),
-      last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
-      last_rows_(last_phase_.size(), 0),
+      last_forwards_(static_cast<size_t>(options.layers)),
       expected_(slots_),
       window_(options.prefill, slots_),
       claims_(slots_),
@@ -23,7 +22,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
   read_ahead();
 }
 
-Effects& Core::effects() {
+Effects& Core::end_event() {
   if (slots_.take_emptied()) sizing_.detach_vacant();
   return slots_.effects();
 }
@@ -59,16 +58,17 @@ void Core::begin_forward(ClaimState& claim) {
 // chunk, or the next step of many sequences.
 void Core::learn(const ClaimState& claim) {
   const ForwardPart& part = claim.part;
+  LastForward& last = last_forwards_[claim.layer];
   const bool step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMaxStepRows &&
-                    part.rows == last_rows_[claim.layer];
-  const Phase last = last_phase_[claim.layer];
+                    part.rows == last.rows;
+  const bool new_sequence = part.phase == Phase::kPrefill && last.phase == Phase::kDecode;
   if (part.phase != Phase::kNone) {
     use_.count(claim.layer, claim.experts, part.ids, part.top_k);
-    last_phase_[claim.layer] = part.phase;
+    last.phase = part.phase;
   }
   if (slots_.covers_all()) return;
   Policy& policy = slots_.policy();
-  if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(claim.layer);
+  if (new_sequence) policy.begin_sequence(claim.layer);
   if (step) {
     policy.tick(claim.layer, claim.experts);
   } else {
@@ -93,7 +93,7 @@ size_t Core::release(ClaimState& claim, std::span<const int32_t> indices) {
 void Core::end(ClaimState& claim) {
   claims_.remove(claim);
   if (claim.part.phase == Phase::kNone || !claim.part.last) return;
-  last_rows_[claim.layer] = claim.part.rows;
+  last_forwards_[claim.layer].rows = claim.part.rows;
   statistics().end_forward(claim.layer, claim.part.phase);
   slots_.effects().forward_ended = true;
 }
@@ -163,7 +163,7 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
 
 void Core::read_ahead() {
   while (admits(ReadAhead::kExpected)) {
-    if (expected_.read_next(expected_phase_) >= 0) continue;
+    if (expected_.read_next() >= 0) continue;
     if (!admits(ReadAhead::kWarm) || warm_up_.read_next() < 0) return;
   }
 }
@@ -177,8 +177,7 @@ void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   if (!options_.reads) return;
-  expected_.set(layer, experts);
-  expected_phase_ = phase;
+  expected_.set(layer, experts, phase);
   read_ahead();
   expected_.waiting(slots_.effects().predicted);
 }

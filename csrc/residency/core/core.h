@@ -66,8 +66,9 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  // The caller carries them out, then clears them, after each event.
-  Effects& effects();
+  // Ends an event: detaches segments that it has left vacant, and returns all of its effects. The
+  // caller carries them out, then clears them.
+  Effects& end_event();
 
   // Begins a claim, made with its layer, part, experts and entries: takes the first slots and
   // queues their reads. It is alive until end(), or not at all if this throws std::bad_alloc.
@@ -122,6 +123,11 @@ class Core {
   void validate() const;
 
  private:
+  struct LastForward {
+    Phase phase = Phase::kNone;  // of the last claim that was a forward's
+    int64_t rows = 0;            // of the last forward that has ended
+  };
+
   void begin_forward(ClaimState& claim);
   void learn(const ClaimState& claim);
   // Whether one more read of this kind may begin.
@@ -138,10 +144,8 @@ class Core {
   SoftPins soft_pins_;
   WarmUp warm_up_;
   ModelUse use_;
-  std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
-  std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
+  std::vector<LastForward> last_forwards_;  // by layer
   Expected expected_;
-  Phase expected_phase_ = Phase::kNone;  // of the forward that predicted
   Window window_;
   Claims claims_;
   Sizing sizing_;

@@ -27,14 +27,15 @@ class Expected {
   }
 
   // Replaces the expected experts by distinct experts of `layer`, the likeliest first. Those
-  // without a slot are cold.
-  void set(int32_t layer, std::span<const int32_t> experts) {
+  // without a slot are cold. `phase`: of the forward that predicted.
+  void set(int32_t layer, std::span<const int32_t> experts, Phase phase) {
     clear();
     for (int32_t expert : experts) {
       ids_.push_back(slots_.id_of(layer, expert));
       cold_.push_back(slots_.find(ids_.back()) < 0);
     }
     layer_ = layer;
+    phase_ = phase;
   }
 
   // A forward of `layer` begins, and uses `experts`. Learns which predictions were right, including
@@ -63,14 +64,14 @@ class Expected {
 
   // Begins to read the likeliest one that has no slot and is worth it. Returns its slot; -1: there
   // is no such expert, or no slot. Evicts none of those expected.
-  int32_t read_next(Phase phase) {
+  int32_t read_next() {
     while (next_ < ids_.size() &&
            (slots_.find(ids_[next_]) >= 0 || !worth_reading(next_, reads_))) {
       ++next_;
     }
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
-    slots_.while_pinned(ids_, [&] { slot = slots_.read(ids_[next_], Urgency::kPrefetch, phase); });
+    slots_.while_pinned(ids_, [&] { slot = slots_.read(ids_[next_], Urgency::kPrefetch, phase_); });
     // One whose read fails at once is not asked for again. Without a slot for this one there is
     // none for the others.
     next_ = slot < 0 ? ids_.size() : next_ + 1;
@@ -119,6 +120,7 @@ class Expected {
 
   SlotTable& slots_;
   int32_t layer_ = -1;
+  Phase phase_ = Phase::kNone;
   std::vector<Fraction> right_;  // [layer][position]; all are read until it has learned more
   std::array<Fraction, kReads> in_time_;  // by the number of a layer's reads before it
   std::vector<ExpertId> ids_;

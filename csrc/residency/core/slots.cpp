@@ -172,11 +172,12 @@ void SlotTable::end_read(int32_t index) {
   if (slot.urgency != Urgency::kDemand) --prefetching_;
   slot.urgency = Urgency::kDemand;
   effects_.landed |= slot.pins > 0;
-  if (reusable(index)) make_reusable(index);
+  if (reusable(index)) end_use(index);
   effects_.idle |= loading_ == 0;
 }
 
-void SlotTable::make_reusable(int32_t index) {
+// Its last pin or its read has ended: reports the slot as free, and empties a retired one.
+void SlotTable::end_use(int32_t index) {
   effects_.freed = true;
   if (!retired(index)) return;
   if (slots_[index].state == SlotState::kReady) evict(index, Phase::kNone);
@@ -212,7 +213,7 @@ void SlotTable::pin_for_use(int32_t index) {
 
 void SlotTable::unpin(int32_t index) {
   drop_pin(index);
-  if (reusable(index)) make_reusable(index);
+  if (reusable(index)) end_use(index);
 }
 
 void SlotTable::drop_pin(int32_t index) {

@@ -149,7 +149,7 @@ class SlotTable {
   void count_read(Slot& slot, int64_t bytes);
   void count_unused(Slot& slot);
   void end_read(int32_t slot);
-  void make_reusable(int32_t slot);
+  void end_use(int32_t slot);
   void validate_slot(int32_t slot) const;
   void validate_counts() const;
 
