@@ -121,13 +121,12 @@ int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
   for (;;) {
     std::optional<Error> error;
     const int32_t count = take(ready, error);
-    if (count > 0 || error || pool_.queued_) pool_.flush(lock);
-    if (error) throw std::move(*error);
-    if (count > 0) return count;
-    if (!lock.owns_lock()) {  // what it has queued may have landed meanwhile
-      lock.lock();
-      continue;
+    if (count > 0 || error) {
+      pool_.flush(lock);
+      if (error) throw std::move(*error);
+      return count;
     }
+    if (pool_.flushed(lock)) continue;
     if (state_.waiting == 0 && state_.joined == 0) return 0;
     if (state_.joined == 0 && state_.held > 0) {
       throw_invalid("no slot is left for the next expert of layer ", state_.layer,
@@ -157,11 +156,7 @@ void Claim::wait_for_slots(Pool::Lock& lock) {
   for (;;) {
     pool_.core_.advance(state_);
     pool_.carry_out();
-    if (pool_.queued_) {
-      pool_.flush(lock);
-      lock.lock();
-      continue;
-    }
+    if (pool_.flushed(lock)) continue;
     if (state_.joined > 0) return;
     if (!pool_.wait(lock, pool_.freed_, patience, &state_)) {
       throw Error(

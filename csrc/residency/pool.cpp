@@ -168,6 +168,13 @@ void Pool::flush(Lock& lock) {
   if (begin) loader_->flush();
 }
 
+bool Pool::flushed(Lock& lock) {
+  if (!queued_) return false;
+  flush(lock);
+  lock.lock();
+  return true;
+}
+
 void Pool::on_ended(Loader::Ended ended) {
   const Event event(*this);
   if (ended.error) {

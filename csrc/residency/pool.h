@@ -251,6 +251,9 @@ class Pool {
   // Releases the lock, then begins the queued reads: the thread that this wakes may take this very
   // processor core.
   void flush(Lock& lock);
+  // Begins the queued reads and takes the lock again. False if there are none. Otherwise the caller
+  // looks again, since they may have landed meanwhile.
+  bool flushed(Lock& lock);
 
   // How long a wait may last, and when to ask the interrupt hook next.
   struct Patience {
