@@ -7,7 +7,8 @@
 namespace torch_mesh {
 
 Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
-    : options_(options),
+    : reads_(options.reads),
+      reads_ahead_(options.reads_ahead),
       slots_(options.layers, options.experts, options.slots, std::move(policy)),
       soft_pins_(options.soft_pins, options.warm_up, slots_),
       warm_up_(options.warm_up, slots_),
@@ -101,10 +102,10 @@ void Core::end(ClaimState& claim) {
 // Claims that queue for slots come before all reads ahead. Predictions have half of the slots at
 // most, so that wrong ones cannot hold up the forwards.
 bool Core::admits(ReadAhead what) const {
-  if (closed_ || !options_.reads || claims_.queued()) return false;
+  if (closed_ || !reads_ || claims_.queued()) return false;
   if (what == ReadAhead::kForward) return true;
   const int64_t half = slots_.slots_without_early() / 2;
-  const int64_t limit = what == ReadAhead::kHint ? half : std::min(options_.reads_ahead, half);
+  const int64_t limit = what == ReadAhead::kHint ? half : std::min(reads_ahead_, half);
   if (slots_.prefetching() >= limit) return false;
   return what != ReadAhead::kWarm ||
          (warm_up_.started() && slots_.loading() == slots_.prefetching());
@@ -176,7 +177,7 @@ void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
 }
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  if (!options_.reads) return;
+  if (!reads_) return;
   expected_.set(layer, experts, phase);
   read_ahead();
   expected_.waiting(slots_.effects().predicted);
@@ -230,7 +231,7 @@ int32_t Core::fill(ExpertId id) {
 }
 
 void Core::states(int32_t layer, std::span<SlotState> states) const {
-  for (int32_t expert = 0; expert < options_.experts; ++expert) {
+  for (int32_t expert = 0; expert < slots_.experts(); ++expert) {
     states[expert] = slots_.state(id_of(layer, expert));
   }
 }

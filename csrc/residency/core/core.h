@@ -139,7 +139,8 @@ class Core {
   void read_ahead();
   void read_ahead_when_sized();
 
-  const CoreOptions options_;
+  const bool reads_;
+  const int64_t reads_ahead_;
   SlotTable slots_;
   SoftPins soft_pins_;
   WarmUp warm_up_;
