@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -385,10 +386,10 @@ PackRecord PySource::packing(const EngineOptions& engine) const {
   std::vector<int64_t> bytes(static_cast<size_t>(source.pieces));
   for (int32_t layer = 0; layer < source.layers; ++layer) {
     for (int32_t expert = 0; expert < source.experts; ++expert) {
-      const Extent* extents = source.expert(layer, expert);
-      for (int32_t piece = 0; piece < source.pieces; ++piece) bytes[piece] = extents[piece].bytes;
+      const ExpertId id = source.id_of(layer, expert);
+      std::ranges::transform(source.extents_of(id), bytes.begin(), &Extent::bytes);
       try {
-        views[views_of[layer * source.experts + expert]].check(engine.layout_of(layer), bytes);
+        views[views_of[id]].check(engine.layout_of(layer), bytes);
       } catch (const Error& error) {
         throw_invalid("layer ", layer, ", expert ", source.number(expert), ": ", error.what());
       }

@@ -51,15 +51,14 @@ int64_t staging_bytes(const Source& source) {
 }
 
 std::string describe(const Source& source, ExpertId id) {
-  return "expert " + std::to_string(source.number(id % source.experts)) + " of layer " +
-         std::to_string(id / source.experts);
+  return concat("expert ", source.number_of(id), " of layer ", source.layer_of(id));
 }
 
 ErrorPlace error_place(const Source& source, ExpertId id) {
-  const int32_t layer = id / source.experts, expert = id % source.experts;
+  const int32_t layer = source.layer_of(id), expert = source.number_of(id);
   if (source.extents.empty()) return {layer, expert, "", -1};
-  const Extent& extent = source.expert(layer, expert)[0];
-  return {layer, source.number(expert), source.files[extent.file].path, extent.offset};
+  const Extent& extent = source.extents_of(id)[0];
+  return {layer, expert, source.files[extent.file].path, extent.offset};
 }
 
 Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pack,
@@ -180,8 +179,7 @@ Error Loader::refusal(const Error& error, ExpertId id) const {
 
 void Loader::fill_request(int32_t slot) {
   Read& read = reads_[slot];
-  const Extent* extents =
-      source_.expert(read.expert / source_.experts, read.expert % source_.experts);
+  const std::span<const Extent> extents = source_.extents_of(read.expert);
   ReadRequest& request = read.request;
   request.tag = tag_of(slot, read.generation);
   request.pieces = source_.pieces;
@@ -213,8 +211,7 @@ void Loader::raise_priority(int32_t slot) {
 bool Loader::will_need(std::span<const ExpertId> predicted) {
   if (!reader_->buffered()) return false;
   for (const ExpertId id : predicted) {
-    const Extent* extents = source_.expert(id / source_.experts, id % source_.experts);
-    for (int32_t piece = 0; piece < source_.pieces; ++piece) reader_->will_need(extents[piece]);
+    for (const Extent& extent : source_.extents_of(id)) reader_->will_need(extent);
   }
   return !predicted.empty();
 }
@@ -307,7 +304,7 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
   if (!packs()) return std::nullopt;
   const Read& read = reads_[slot];
   const ExpertId id = read.expert;
-  const Extent* extents = source_.expert(id / source_.experts, id % source_.experts);
+  const std::span<const Extent> extents = source_.extents_of(id);
   std::array<const std::byte*, kMaxPieces> pieces{};
   for (int32_t piece = 0; piece < source_.pieces; ++piece) {
     const Piece& from = read.request.piece[piece];
@@ -330,7 +327,7 @@ bool Loader::checksum_matches(int32_t slot) {
   const ExpertId id = reads_[slot].expert;
   if (!wants_checksum(id)) return true;
   const uint64_t checksum =
-      record_checksum(source_.store_id, id / source_.experts, source_.number(id % source_.experts),
+      record_checksum(source_.store_id, source_.layer_of(id), source_.number_of(id),
                       memory_.piece(slot), options_.record_bytes);
   std::optional<uint64_t>& expected = checksums_[id];
   if (expected.value_or(checksum) != checksum) return false;

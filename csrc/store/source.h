@@ -4,12 +4,17 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "store/extent.h"
 
 namespace torch_mesh {
+
+// An expert among those of all layers: layer * experts per layer + its index.
+using ExpertId = int32_t;
+inline constexpr ExpertId kNoExpert = -1;
 
 // The most pieces of an expert: gate, up, down and their biases; of quantized ones codes, scales,
 // zero points and order of each.
@@ -39,11 +44,16 @@ struct Source {
   // bytes in the wrong place do not pass.
   std::array<uint8_t, 16> store_id{};
 
-  const Extent* expert(int32_t layer, int32_t index) const {
-    return &extents[(static_cast<size_t>(layer) * experts + index) * pieces];
-  }
+  ExpertId id_of(int32_t layer, int32_t index) const { return layer * experts + index; }
+  int32_t layer_of(ExpertId id) const { return id / experts; }
+  int32_t index_of(ExpertId id) const { return id % experts; }
   // The model's number of the expert `index` of a layer.
   int32_t number(int32_t index) const { return first_expert + index; }
+  int32_t number_of(ExpertId id) const { return number(index_of(id)); }
+  std::span<const Extent> extents_of(ExpertId id) const {
+    const auto count = static_cast<size_t>(pieces);
+    return std::span(extents).subspan(static_cast<size_t>(id) * count, count);
+  }
 };
 
 // XXH3-64 over store id, layer, expert (both little-endian int32) and the record's bytes.

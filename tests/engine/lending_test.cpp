@@ -521,14 +521,15 @@ TEST_F(LendingTest, ABorrowerUsesItsRecordsAfterTheOwnerIsGone) {
 TEST_F(LendingTest, AFailedReadReachesTheBorrowerThatWaitsForIt) {
   lend(8, 2);
   const auto pool = borrow();
-  const Extent& extent = *store_.source().expert(1, 3);
+  const Source& source = store_.source();
+  const Extent& extent = source.extents_of(source.id_of(1, 3))[0];
   store_.write(extent.offset + 5, std::vector<std::byte>(1, std::byte{0xee}));
   const auto wrong = error_of([&] { forward(*pool, 1, {3}); });
   EXPECT_EQ(wrong.kind(), ErrorKind::kChecksum) << wrong.what();
   EXPECT_TRUE(forward(*pool, 1, {2, 4}));
   store_.write(extent.offset, record_of(1, 3));
   EXPECT_TRUE(forward(*pool, 1, {3}));
-  store_.truncate(store_.source().expert(2, 7)->offset);
+  store_.truncate(source.extents_of(source.id_of(2, 7))[0].offset);
   const auto gone = error_of([&] { forward(*pool, 2, {7}); });
   EXPECT_EQ(gone.kind(), ErrorKind::kRead) << gone.what();
   EXPECT_TRUE(forward(*pool, 2, {6}));

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "residency/policies/policy.h"
+#include "store/source.h"
 
 namespace torch_mesh {
 

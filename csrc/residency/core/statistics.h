@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "residency/core/forward.h"
-#include "residency/policies/policy.h"
+#include "store/source.h"
 
 namespace torch_mesh {
 

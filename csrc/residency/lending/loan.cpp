@@ -182,8 +182,8 @@ class LentBackend final : public Backend {
     reads_.resize(static_cast<size_t>(loan_.slots()));
     ended_.reserve(kMaxUnderWay);
     for (int32_t id = 0; id < source.layers * source.experts; ++id) {
-      const Extent& extent = *source.expert(id / source.experts, id % source.experts);
-      experts_[{extent.file, extent.offset}] = {0, id / source.experts, id % source.experts};
+      const Extent& extent = source.extents_of(id)[0];
+      experts_[{extent.file, extent.offset}] = {0, source.layer_of(id), source.index_of(id)};
     }
   }
 

@@ -10,11 +10,9 @@
 #include <vector>
 
 #include "residency/core/model_use.h"
+#include "store/source.h"
 
 namespace torch_mesh {
-
-using ExpertId = int32_t;
-inline constexpr ExpertId kNoExpert = -1;
 
 class Policy {
  public:
