@@ -247,6 +247,21 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
 }
 
 }  // namespace
+
+void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
+                          const Engine& engine) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.layout().hidden,
+                    "x must be [tokens, hidden=", engine.layout().hidden, "]; got ", x.sizes());
+  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(0) == x.size(0),
+                    "topk_ids must be [tokens=", x.size(0), ", k]; got ", ids.sizes());
+  check_ids_dtype(ids);
+  TORCH_CHECK_VALUE(weights.sizes() == ids.sizes(),
+                    "topk_weights must have the shape of topk_ids, ", ids.sizes(), "; got ",
+                    weights.sizes());
+  TORCH_CHECK_VALUE(at::isFloatingType(weights.scalar_type()), "topk_weights has dtype ",
+                    weights.scalar_type(), "; allowed: a floating dtype");
+}
+
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
