@@ -87,27 +87,27 @@ size_t validate_counts(const Source& source) {
   return records;
 }
 
-void validate_extent(const Source& source, const Extent& extent, ErrorPlace place) {
+void validate_extent(const Source& source, const Extent& extent, int32_t layer, int32_t expert) {
   if (extent.file < 0 || static_cast<size_t>(extent.file) >= source.files.size()) {
-    refuse(place, "an extent lies in file ", extent.file, "; the source has files 0 to ",
-           source.files.size() - 1);
+    refuse({layer, expert, "", -1}, "an extent lies in file ", extent.file,
+           "; the source has files 0 to ", source.files.size() - 1);
   }
   const File& file = source.files[extent.file];
-  place.file = file.path;
-  place.offset = extent.offset;
-  const std::string what = concat(extent.bytes, " bytes at offset ", extent.offset);
+  const auto refuse_it = [&](const char* kind, const auto&... why) {
+    refuse({layer, expert, file.path, extent.offset}, kind, " has ", extent.bytes,
+           " bytes at offset ", extent.offset, why...);
+  };
   if (extent.offset < 0 || extent.bytes < 1) {
-    refuse(place, "an extent has ", what, "; an offset is 0 or more and a length 1 or more");
+    refuse_it("an extent", "; an offset is 0 or more and a length 1 or more");
   }
   // Written as a difference, because the sum of two hostile numbers may overflow.
   if (extent.bytes > file.bytes || extent.offset > file.bytes - extent.bytes) {
-    refuse(place, "an extent has ", what, ", beyond the end of ", file.path, " with its ",
-           file.bytes, " bytes");
+    refuse_it("an extent", ", beyond the end of ", file.path, " with its ", file.bytes, " bytes");
   }
   // Direct I/O reads records straight into their slots, which have no room for a superset.
   if (!source.raw &&
       (extent.offset % kRecordAlignment != 0 || extent.bytes % kRecordAlignment != 0)) {
-    refuse(place, "a record has ", what, "; both must be multiples of ", kRecordAlignment);
+    refuse_it("a record", "; both must be multiples of ", kRecordAlignment);
   }
 }
 
@@ -137,11 +137,10 @@ void validate(const Source& source) {
   validate_files(source);
   const size_t records = validate_counts(source);
   for (size_t record = 0; record < records; ++record) {
-    ErrorPlace place;
-    place.layer = static_cast<int32_t>(record / source.experts);
-    place.expert = source.number(static_cast<int32_t>(record % source.experts));
+    const auto layer = static_cast<int32_t>(record / source.experts);
+    const int32_t expert = source.number(static_cast<int32_t>(record % source.experts));
     for (int32_t piece = 0; piece < source.pieces; ++piece) {
-      validate_extent(source, source.extents[record * source.pieces + piece], place);
+      validate_extent(source, source.extents[record * source.pieces + piece], layer, expert);
     }
   }
 }
