@@ -145,6 +145,19 @@ void Engine::experts(const ExpertsCall& call) {
   }
 }
 
+template <typename Body>
+void Engine::for_each_batch(Claim& claim, int32_t count, const Body& body) const {
+  std::array<ReadyExpert, kReadyBatch> batch;
+  int32_t computed = 0;
+  do {
+    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
+    const Part part{.first = computed == 0,
+                    .last = computed + static_cast<int32_t>(ready.size()) == count};
+    body(ready, part);
+    computed += static_cast<int32_t>(ready.size());
+  } while (computed < count);
+}
+
 void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace) {
   Grouping& grouping = workspace.grouping;
   group_by_expert(call.ids, call.weights, call.tokens, call.top_k, pool_->experts(), call.sentinels,
@@ -183,13 +196,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     std::exchange(reads_queued, nullptr)(call.context);
   };
   tell();
-  std::array<ReadyExpert, kReadyBatch> batch;
-  int32_t computed = 0;
-  do {
-    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
+  for_each_batch(claim, count, [&](std::span<const ReadyExpert> ready, Part part) {
     tell();
-    const Part part{.first = computed == 0,
-                    .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, forward.phase, ready, part, workspace);
     // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
     // until this claim ends. At least half of the pool is left to others.
@@ -199,8 +207,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const bool at_end = part.last && !claim.reads_next_layer();
     if (!keep_pinned && !at_end) claim.release(ready);
     tell();
-    computed += static_cast<int32_t>(ready.size());
-  } while (computed < count);
+  });
 }
 
 // Computes one batch in one parallel region. The first batch also prepares the rows, the last one
@@ -352,19 +359,13 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
   const auto count = static_cast<int32_t>(grouping.experts.size());
   workspace.entries.resize(count);
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
-  std::array<ReadyExpert, kReadyBatch> batch;
   LinearCall chunk = call;
   chunk.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
   chunk.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
-  int32_t computed = 0;
-  do {
-    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
-    const Part part{.first = computed == 0,
-                    .last = computed + static_cast<int32_t>(ready.size()) == count};
+  for_each_batch(claim, count, [&](std::span<const ReadyExpert> ready, Part part) {
     compute_linear(chunk, forward.phase, rows, ready, part, workspace);
     if (!part.last) claim.release(ready);  // the claim's end releases the last ones
-    computed += static_cast<int32_t>(ready.size());
-  } while (computed < count);
+  });
 }
 
 void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,

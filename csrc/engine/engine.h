@@ -150,6 +150,10 @@ class Engine {
   struct Part {
     bool first, last;
   };
+  // Calls body(ready, part) for batches of the claim's `count` experts as they become ready, once
+  // if there are none. It computes and releases them.
+  template <typename Body>
+  void for_each_batch(Claim& claim, int32_t count, const Body& body) const;
   void compute(const ExpertsCall& call, Phase phase, std::span<const ReadyExpert> ready, Part part,
                Workspace& workspace) const;
   ExpertRows rows_of(const ReadyExpert& ready, const Adapters& adapters,
