@@ -12,6 +12,7 @@
 #include "bindings/engine.h"
 #include "bindings/keywords.h"
 #include "bindings/profile.h"
+#include "bindings/runtime.h"
 #include "residency/replay.h"
 
 namespace torch_mesh {
@@ -133,7 +134,7 @@ py::dict replay_trace(const Array<int32_t>& ids, const py::kwargs& arguments) {
   ReplayResult result;
   {
     py::gil_scoped_release released;
-    result = replay(trace, given.options);
+    result = replay(trace, given.options, torch_runtime());
   }
   return as_dict(result);
 }
@@ -154,7 +155,7 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
   std::vector<ReplayResult> results;
   {
     py::gil_scoped_release released;
-    results = replay_ranks(traces, given.options, span_of(exchange_seconds));
+    results = replay_ranks(traces, given.options, span_of(exchange_seconds), torch_runtime());
   }
   py::list counts;
   for (const ReplayResult& result : results) counts.append(as_dict(result));

@@ -73,10 +73,10 @@ int64_t reads_ahead(const PoolOptions& options, const Source& source) {
   return 1 + (at_a_time + options.record_bytes - 1) / options.record_bytes;
 }
 
-std::shared_ptr<SlotMemory> make_memory(const PoolOptions& options) {
+std::shared_ptr<SlotMemory> make_memory(const PoolOptions& options, const Runtime& runtime) {
   if (options.loan != nullptr) return options.loan;
   return std::make_shared<Arena>(options.slots, options.record_bytes, options.topology,
-                                 options.segment_bytes, options.sharing);
+                                 options.segment_bytes, options.sharing, runtime);
 }
 
 }  // namespace
@@ -85,7 +85,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
     : options_(checked(options, source, pack)),
       runtime_(runtime),
       source_(std::move(source)),
-      memory_(make_memory(options)),
+      memory_(make_memory(options, runtime)),
       core_({.layers = layers(),
              .experts = experts(),
              .slots = options.slots,
@@ -309,8 +309,7 @@ int32_t Pool::resize(int32_t slots) {
   check_open();
   core_.resize(slots);
   carry_out();
-  flush(lock);  // there may be reads into slots that are back already
-  lock.lock();
+  flushed(lock);  // there may be reads into slots that are back already
   Patience left = patience();
   while (!core_.sizing().settled()) {
     // The time that the kernel takes to clear new memory does not count.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "residency/core/core.h"
 #include "residency/lossy_choices.h"
 #include "residency/policies/coldest_by_layer.h"
@@ -482,15 +483,17 @@ std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int3
   return experts;
 }
 
-ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options) {
+ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options,
+                    const Runtime& runtime) {
   const std::vector<double> nothing(static_cast<size_t>(trace.forward_count()) *
                                     std::max(trace.layers, 0));
-  return std::move(replay_ranks(std::span(&trace, 1), options, nothing).front());
+  return std::move(replay_ranks(std::span(&trace, 1), options, nothing, runtime).front());
 }
 
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
-                                       std::span<const double> exchange_seconds) {
+                                       std::span<const double> exchange_seconds,
+                                       const Runtime& runtime) {
   if (ranks.empty()) throw_invalid("a replay needs at least one rank");
   const RoutingTrace& first = ranks.front();
   for (const RoutingTrace& trace : ranks) {
@@ -514,6 +517,7 @@ std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
   }
   auto exchange = exchange_seconds.begin();
   for (int64_t forward = 0; forward < forwards; ++forward) {
+    check_interrupted(runtime, "a trace is replayed");
     for (Replay& replay : replays) replay.begin_forward(forward);
     for (int32_t layer = 0; layer < first.layers; ++layer) {
       double last = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/runtime.h"
 #include "residency/core/soft_pins.h"
 #include "residency/core/statistics.h"
 #include "residency/core/warm_up.h"
@@ -92,14 +93,16 @@ struct ReplayResult {
   double decision_seconds = 0;  // wall clock: the core and the predictor
 };
 
-// Throws Error(kInvalid) for a trace or options that make no sense.
-ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options);
+// Throws Error(kInvalid) for a trace or options that make no sense, or Error(kInterrupted).
+ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options,
+                    const Runtime& runtime = {});
 
 // Replays ranks that divide the experts, each with a pool of its own. `ranks` has the trace of
 // each, all of the same forwards. After each layer they wait for the last one and then for the
 // exchange of its outputs, while their disks go on. exchange_seconds: [forwards][layers].
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
-                                       std::span<const double> exchange_seconds);
+                                       std::span<const double> exchange_seconds,
+                                       const Runtime& runtime = {});
 
 }  // namespace torch_mesh

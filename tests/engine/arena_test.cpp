@@ -50,6 +50,17 @@ int64_t mapped_bytes() {
   return int64_t{kib} << 10;
 }
 
+TEST(Arena, CtrlCEndsThePreparationOfMemory) {
+  const Runtime interrupted{.interrupted = [] { return true; }};
+  const int64_t mapped = mapped_bytes();
+  const Error error = error_of([&] {
+    Arena(8, int64_t{4} << 20, Topology::of_this_process(), int64_t{4} << 20, Sharing::kPrivate,
+          interrupted);
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::kInterrupted);
+  EXPECT_LT(mapped_bytes() - mapped, int64_t{32} << 20) << "the arena is still there";
+}
+
 TEST(Arena, EveryAllocationMayFail) {
   constexpr int64_t kSegment = int64_t{4} << 20, kSegments = 8;
   const Topology topology = Topology::of_this_process();

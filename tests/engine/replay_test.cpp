@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "error_of.h"
 #include "residency/policies/policy.h"
 #include "residency/predictor.h"
 #include "seed.h"
@@ -61,6 +62,13 @@ TEST(Replay, CountsALoopThatLruMissesAndBeladyDoesNot) {
   const ReplayResult all = replay(routing.trace(), {.policy = "lru", .slots = 3});
   EXPECT_EQ(hits(all), 9);
   EXPECT_EQ(all.counts.cold_misses, 3);
+}
+
+TEST(Replay, CtrlCEndsIt) {
+  Routing routing{12, 1, 3, 1, std::vector<int32_t>(12)};
+  const Runtime interrupted{.interrupted = [] { return true; }};
+  EXPECT_EQ(testing::error_of([&] { replay(routing.trace(), {.slots = 2}, interrupted); }).kind(),
+            ErrorKind::kInterrupted);
 }
 
 TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {

@@ -19,7 +19,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/at_end.h"
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "base/start_thread.h"
 
 namespace torch_mesh {
@@ -89,12 +91,17 @@ int populate(std::byte* data, size_t bytes) {
 // Faults segments in on several threads. The kernel clears pages on the thread that asks for them:
 // one alone takes seconds for each 10 GB, and far longer if a virtual machine's host has to find
 // them, too.
-int populate(std::span<const MemoryRegion> segments) {
+int populate(std::span<const MemoryRegion> segments, const Runtime& runtime) {
   std::atomic<size_t> next{0};
   std::atomic<int> failed{0};
+  const auto populate_next = [&] {
+    const size_t at = next++;
+    if (at >= segments.size() || failed != 0) return false;
+    if (const int error = populate(segments[at].data, segments[at].bytes)) failed = error;
+    return true;
+  };
   const auto work = [&] {
-    for (size_t at = next++; at < segments.size() && failed == 0; at = next++) {
-      if (const int error = populate(segments[at].data, segments[at].bytes)) failed = error;
+    while (populate_next()) {
     }
   };
   std::vector<std::thread> others;
@@ -107,8 +114,17 @@ int populate(std::span<const MemoryRegion> segments) {
   } catch (const Error&) {  // those that have started do the work
   } catch (const std::bad_alloc&) {
   }
-  work();
-  for (std::thread& thread : others) thread.join();
+  {
+    const AtEnd join([&] {
+      for (std::thread& thread : others) thread.join();
+    });
+    try {
+      while (populate_next()) check_interrupted(runtime, "memory for experts is prepared");
+    } catch (...) {
+      next = segments.size();  // the others end, too
+      throw;
+    }
+  }
   return failed;
 }
 
@@ -145,7 +161,7 @@ int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segm
 // Delegates to a constructor without memory, so that the destructor frees what there is by then if
 // this constructor throws.
 Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes,
-             Sharing sharing)
+             Sharing sharing, const Runtime& runtime)
     : Arena(count, bytes, fitting_pieces(count, bytes, topology.nodes(), segment_bytes),
             topology.nodes()) {
   if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
@@ -177,7 +193,7 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
     madvise(data, size, MADV_DONTFORK);
     place_on(data, size, topology, node(first));
   }
-  if (const int error = populate(segments_)) {
+  if (const int error = populate(segments_, runtime)) {
     release();
     throw_no_memory(count, bytes, strerror(error), error);
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/descriptor.h"
+#include "base/runtime.h"
 #include "residency/memory/slot_memory.h"
 #include "residency/memory/topology.h"
 
@@ -26,9 +27,10 @@ class Arena final : public SlotMemory {
   // Maps room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece
   // never crosses a segment. A segment is 64 MiB or one piece, whichever is larger, or a node's
   // part of all pieces, if that is smaller. Throws Error(kMemory), which says how much was asked
-  // for and what is free.
+  // for and what is free, or Error(kInterrupted).
   Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
-        int64_t segment_bytes = kSegmentBytes, Sharing sharing = Sharing::kPrivate);
+        int64_t segment_bytes = kSegmentBytes, Sharing sharing = Sharing::kPrivate,
+        const Runtime& runtime = {});
   ~Arena() override;
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
