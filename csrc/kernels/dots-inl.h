@@ -92,7 +92,7 @@ struct OfBytes : Dot {
 // The same for signed bytes, by a Dot of int8's words.
 template <typename Int8>
 struct OfSignedBytes {
-  using Sum = Words;
+  using Sum = Sums;
   struct Weights {
     typename Int8::Weights low, high;
   };
@@ -112,7 +112,7 @@ struct OfSignedBytes {
     return Int8::add(Int8::add(sum, row.low, weights.low), row.high, weights.high);
   }
   static Words zeros(const std::byte* scales) { return Int8::zeros(scales); }
-  static Words start(Words zeros, int32_t row_sum) { return Int8::start(zeros, row_sum); }
+  static Sum start(Words zeros, int32_t row_sum) { return Int8::start(zeros, row_sum); }
 };
 
 // How many times four products of an unsigned byte up to `max_byte` and a signed one fit into 16
@@ -159,7 +159,7 @@ struct NibbleOperands {
 // What the Dots of nibbles have in common, which is all but add().
 template <typename Nibbles>
 struct NibbleDot {
-  using Sum = Words;
+  using Sum = Sums;
   using Weights = NibbleOperands;
   using Row = NibbleOperands;
   static constexpr int kRowWords = 2;
@@ -173,7 +173,7 @@ struct NibbleDot {
     return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
+  static Sum start(Words zeros, int32_t row_sum) { return as_sums(times_row_sum(zeros, -row_sum)); }
 };
 
 // A group's scales, one after the other: kBytes each, loaded as floats in units of kUnit.

@@ -243,19 +243,19 @@ struct GgufSums {
   static constexpr int kNarrow = kFours >= 4 ? 4 : kFours >= 2 ? 2 : 1;
   static constexpr int kChains = kGroups == 1 ? Dot::kChains : 1;
 
-  Words sums[kGroups][kChains];
+  Sums sums[kGroups][kChains];
   Words narrow;
 
-  explicit GgufSums(const Words (&start)[kGroups]) {
+  explicit GgufSums(const Sums (&start)[kGroups]) {
     for (int g = 0; g < kGroups; ++g) {
       sums[g][0] = start[g];
-      for (int i = 1; i < kChains; ++i) sums[g][i] = broadcast_word(0);
+      for (int i = 1; i < kChains; ++i) sums[g][i] = as_sums(broadcast_word(0));
     }
   }
 
   template <int kEight>
   void add(const typename Dot::Row& row, const typename Dot::Weights& weights) {
-    Words& sum = sums[kEight / kEights][kEight % kChains];
+    Sums& sum = sums[kEight / kEights][kEight % kChains];
     if constexpr (requires { Dot::narrow(row, weights); }) {
       static_assert(kFours >= 1);
       constexpr int kPlace = kEight % kEights % kNarrow;
@@ -269,9 +269,9 @@ struct GgufSums {
     }
   }
 
-  Words of(int g) const {
-    Words sum = sums[g][0];
-    for (int i = 1; i < kChains; ++i) sum = add_words(sum, sums[g][i]);
+  Sums of(int g) const {
+    Sums sum = sums[g][0];
+    for (int i = 1; i < kChains; ++i) sum = add_sums(sum, sums[g][i]);
     return sum;
   }
 };
@@ -318,7 +318,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
       int32_t row_sum[kGroups];
       __builtin_memcpy(row_scale, row_scales, sizeof(row_scale));
       __builtin_memcpy(row_sum, row_sums, sizeof(row_sum));
-      Words start[kGroups];
+      Sums start[kGroups];
       Floats min_factors[kGroups];
       for (int g = 0; g < kGroups; ++g) {
         start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);

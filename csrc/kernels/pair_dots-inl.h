@@ -7,14 +7,14 @@
 namespace torch_mesh {
 namespace {
 
-inline Words add_pairs(Words sum, Words pairs) {
-  return add_words(sum, multiply_int16_pairs(pairs, broadcast_word(0x00010001)));
+inline Sums add_pairs(Sums sum, Words pairs) {
+  return add_sums(sum, as_sums(multiply_int16_pairs(pairs, broadcast_word(0x00010001))));
 }
 
 // s8 x s8 as |weight| x (activation with the weight's sign): two products of at most 128 * 127 fit
 // into 16 bits. Activations are in [-127, 127], so that they can be negated.
 struct PairInt8Dot {
-  using Sum = Words;
+  using Sum = Sums;
   struct Weights {
     Words magnitudes;
     Signs signs;
@@ -27,12 +27,12 @@ struct PairInt8Dot {
   static Weights expand(Words bytes) { return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)}; }
   static Weights weights(const std::byte* words) { return expand(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
+  static Sum add(Sum sum, const Row& row, const Weights& weights) {
     return add_pairs(
         sum, multiply_byte_pairs(weights.magnitudes, negate_bytes(row.bytes, weights.signs)));
   }
   static Words zeros(const std::byte*) { return broadcast_word(0); }
-  static Words start(Words, int32_t) { return broadcast_word(0); }
+  static Sum start(Words, int32_t) { return as_sums(broadcast_word(0)); }
 };
 
 // Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. For int4 alone
@@ -44,8 +44,8 @@ struct PairNibbleDot : NibbleDot<Nibbles> {
     return add_int16(multiply_byte_pairs(weights.low, row.low),
                      multiply_byte_pairs(weights.high, row.high));
   }
-  static Words widen(Words sum, Words narrow) { return add_pairs(sum, narrow); }
-  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
+  static Sums widen(Sums sum, Words narrow) { return add_pairs(sum, narrow); }
+  static Sums add(Sums sum, const NibbleOperands& row, const NibbleOperands& weights) {
     return widen(sum, narrow(row, weights));
   }
 };
@@ -63,7 +63,7 @@ requires(fours_in_int16(Levels::kMaxByte) == 0) struct PairLevelDot<Levels>
   static_assert(2 * Levels::kMaxByte * INT8_MAX <= INT16_MAX);
   static constexpr int kChains = 2;  // since each word takes an addition of its own
 
-  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
+  static Sums add(Sums sum, const NibbleOperands& row, const NibbleOperands& weights) {
     sum = add_pairs(sum, multiply_byte_pairs(weights.low, row.low));
     return add_pairs(sum, multiply_byte_pairs(weights.high, row.high));
   }

@@ -1,7 +1,7 @@
 // Multiplies rows with one block, by the same algorithm on every target. A target's simd header
 // says how much it sums in registers. Its translation unit defines a Dot for each format:
 //
-//   Sum      its accumulator, one per column: Floats for bf16, Words for the integers
+//   Sum      its accumulator, one per column: Floats for bf16, Sums for the integers
 //   Weights  one word of kLanes columns, expanded into operands
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
@@ -347,11 +347,11 @@ struct ExpandedGroup : IntegerGroup<Dot, Scales> {
   ExpandedGroup& operator=(const ExpandedGroup&) = delete;
 };
 
-inline Floats plus_scaled(Floats sums, Words exact, float row_scale, Floats scale) {
-  return multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, sums);
+inline Floats plus_scaled(Floats sums, Sums exact, float row_scale, Floats scale) {
+  return multiply_add(words_to_floats(words_of(exact)), broadcast(row_scale) * scale, sums);
 }
 
-inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) {
+inline void add_scaled(float* sums, Sums exact, float row_scale, Floats scale) {
   store(sums, plus_scaled(load(sums), exact, row_scale, scale));
 }
 
@@ -365,7 +365,7 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
                          float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
-    Words exact[kRows][kVectors];
+    Sums exact[kRows][kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const Words zeros = Dot::zeros(group.scales_of(c + v * kLanes));
       for (int r = 0; r < kRows; ++r) exact[r][v] = Dot::start(zeros, rows.sum[first + r]);
@@ -437,7 +437,7 @@ template <typename Dot, typename Group>
 inline void integer_pair_tile(const Group (&groups)[2], const GroupRows (&rows)[2],
                               float* const (&sums)[2]) {
   constexpr int kVectors = vectors_at_once(kTile, 1);
-  Words exact[2][kVectors];
+  Sums exact[2][kVectors];
   for (int b = 0; b < 2; ++b) {
     for (int v = 0; v < kVectors; ++v) {
       const Words zeros = Dot::zeros(groups[b].scales_of(v * kLanes));

@@ -12,6 +12,7 @@ namespace {
 
 using Floats = __m256;
 using Words = __m256i;
+using Sums = __v8si;  // see simd_avx512-inl.h
 using Mask = __m256;
 
 constexpr int32_t kLanes = 8;
@@ -62,6 +63,9 @@ template <int kBits>
 inline Words shift_right(Words a) {
   return _mm256_srli_epi32(a, kBits);
 }
+inline Sums as_sums(Words a) { return reinterpret_cast<Sums>(a); }
+inline Words words_of(Sums a) { return reinterpret_cast<Words>(a); }
+inline Sums add_sums(Sums a, Sums b) { return as_sums(add_words(words_of(a), words_of(b))); }
 inline Words as_words(Floats a) { return _mm256_castps_si256(a); }
 inline Floats as_floats(Words a) { return _mm256_castsi256_ps(a); }
 inline Floats words_to_floats(Words a) { return _mm256_cvtepi32_ps(a); }

@@ -22,6 +22,9 @@ namespace {
 
 using Floats = __m512;
 using Words = __m512i;
+// Sums of products, with the type of their lanes: GCC 12 copies and spills a __m512i that an
+// instruction adds to.
+using Sums = __v16si;
 using Mask = __mmask16;
 
 constexpr int32_t kLanes = 16;
@@ -70,6 +73,9 @@ template <int kBits>
 inline Words shift_right(Words a) {
   return _mm512_srli_epi32(a, kBits);
 }
+inline Sums as_sums(Words a) { return reinterpret_cast<Sums>(a); }
+inline Words words_of(Sums a) { return reinterpret_cast<Words>(a); }
+inline Sums add_sums(Sums a, Sums b) { return as_sums(add_words(words_of(a), words_of(b))); }
 inline Words as_words(Floats a) { return _mm512_castps_si512(a); }
 inline Floats as_floats(Words a) { return _mm512_castsi512_ps(a); }
 inline Floats words_to_floats(Words a) { return _mm512_cvtepi32_ps(a); }

@@ -7,8 +7,8 @@ namespace torch_mesh {
 namespace {
 
 // sum + the four products of unsigned and signed bytes of each lane.
-inline Words add_byte_products(Words sum, Words unsigned_bytes, Words signed_bytes) {
-  return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
+inline Sums add_byte_products(Sums sum, Words unsigned_bytes, Words signed_bytes) {
+  return as_sums(_mm512_dpbusd_epi32(words_of(sum), unsigned_bytes, signed_bytes));
 }
 
 }  // namespace

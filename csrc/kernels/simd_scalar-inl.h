@@ -12,6 +12,7 @@ namespace {
 
 using Floats = float;
 using Words = uint32_t;
+using Sums = uint32_t;
 using Mask = bool;
 
 constexpr int32_t kLanes = 1;
@@ -65,6 +66,9 @@ template <int kBits>
 inline uint32_t shift_right(uint32_t a) {
   return a >> kBits;
 }
+inline uint32_t as_sums(uint32_t a) { return a; }
+inline uint32_t words_of(uint32_t a) { return a; }
+inline uint32_t add_sums(uint32_t a, uint32_t b) { return a + b; }
 inline uint32_t as_words(float a) { return bits_as<uint32_t>(a); }
 inline float as_floats(uint32_t a) { return bits_as<float>(a); }
 inline float words_to_floats(uint32_t a) { return static_cast<float>(static_cast<int32_t>(a)); }

@@ -324,7 +324,7 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
       const Floats row_scale = broadcast(rows.scale[r]);
       for (int v = 0; v < kVectors; ++v) {
         Words sum = load_words(exact + r * kBlockColumns + v * kLanes);
-        if constexpr (kUnsigned) sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
+        if constexpr (kUnsigned) sum = add_words(sum, words_of(Dot::start(zeros[v], rows.sum[r])));
         float* sums = products.sums + r * kBlockColumns + v * kLanes;
         store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
       }

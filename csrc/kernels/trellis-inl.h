@@ -235,20 +235,20 @@ inline void trellis_row(const BlockProducts& products) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       TrellisReader<Code> read(place, block.to_column(c));
       const std::byte* words = place.words + block.to_column(c);
-      Words sums[Dot::kChains] = {Dot::start(Dot::zeros(scales), rows.sum[0])};
-      for (int i = 1; i < Dot::kChains; ++i) sums[i] = broadcast_word(0);
+      Sums sums[Dot::kChains] = {Dot::start(Dot::zeros(scales), rows.sum[0])};
+      for (int i = 1; i < Dot::kChains; ++i) sums[i] = as_sums(broadcast_word(0));
       for (const auto* at = row; at < row + size / 8; at += kWords / 2) {
         for (int32_t w = 0; w < Code::kUnitWords; ++w) {
           if (c % kTrellisColumns == 0)
             __builtin_prefetch(words + kTrellisAhead + w * kTrellisLine);
         }
         read(words, [&](auto pair, Words low, Words high) {
-          Words& sum = sums[pair.value % Dot::kChains];
+          Sums& sum = sums[pair.value % Dot::kChains];
           sum = Dot::add(sum, at[pair.value], {low, high});
         });
         words += Code::kUnitWords * kTrellisLine;
       }
-      for (int i = 1; i < Dot::kChains; ++i) sums[0] = add_words(sums[0], sums[i]);
+      for (int i = 1; i < Dot::kChains; ++i) sums[0] = add_sums(sums[0], sums[i]);
       add_scaled(products.sums + c, sums[0], rows.scale[0], Bf16Scales::load(scales + c * 2));
     }
   }

@@ -9,7 +9,7 @@ namespace {
 
 // The weights are the unsigned side of all of them; int8 takes one XOR to become value + 128.
 struct VnniInt8Dot {
-  using Sum = Words;
+  using Sum = Sums;
   struct Weights {
     Words bytes;
   };
@@ -19,16 +19,16 @@ struct VnniInt8Dot {
   static Weights expand(Words bytes) { return {bytes ^ broadcast_word(0x80808080)}; }
   static Weights weights(const std::byte* words) { return expand(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
+  static Sum add(Sum sum, const Row& row, const Weights& weights) {
     return add_byte_products(sum, weights.bytes, row.bytes);
   }
   static Words zeros(const std::byte*) { return broadcast_word(128); }
-  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
+  static Sum start(Words zeros, int32_t row_sum) { return as_sums(times_row_sum(zeros, -row_sum)); }
 };
 
 template <typename Nibbles>
 struct VnniNibbleDot : NibbleDot<Nibbles> {
-  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
+  static Sums add(Sums sum, const NibbleOperands& row, const NibbleOperands& weights) {
     sum = add_byte_products(sum, weights.low, row.low);
     return add_byte_products(sum, weights.high, row.high);
   }
