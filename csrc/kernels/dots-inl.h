@@ -127,13 +127,16 @@ inline uint32_t word_at(const std::byte* from) {
 
 inline Words low_nibbles(Words words) { return words & broadcast_word(0x0f0f0f0f); }
 
-// The values of nibbles: operands() as unsigned bytes, and zeros(), the byte of a weight of zero.
+// The values of nibbles: operands() as unsigned bytes up to kMaxByte, and zeros(), the byte of a
+// weight of zero.
 struct EvenNibbles {
+  static constexpr int kMaxByte = 15;
   static Words operands(Words nibbles) { return nibbles; }
   static Words zeros(const std::byte*) { return broadcast_word(8); }
 };
 
 struct Lut4Nibbles {
+  static constexpr int kMaxByte = kLut4Levels[15];
   static Words operands(Words nibbles) { return look_up_bytes(kLut4Levels, nibbles); }
   static Words zeros(const std::byte* scales) {
     const Words chosen = load_uint16(scales) & broadcast_word(kLut4Zeros - 1);
@@ -142,12 +145,14 @@ struct Lut4Nibbles {
 };
 
 struct Fp4Nibbles {
+  static constexpr int kMaxByte = kFp4Levels[7];
   static Words operands(Words nibbles) { return look_up_bytes(kFp4Levels, nibbles); }
   static Words zeros(const std::byte*) { return broadcast_word(kFp4Zero); }
 };
 
 // The levels of a trellis, which trellis-inl.h has expanded.
 struct TrellisLevels {
+  static constexpr int kMaxByte = 63;
   static Words zeros(const std::byte*) { return broadcast_word(kTrellisZero); }
 };
 

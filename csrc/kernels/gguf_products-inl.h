@@ -189,8 +189,10 @@ struct GgufGroup {
   GgufGroup(const BlockProducts& products, int32_t group) {
     const GgufPlace<kFormat> place(products.block, group);
     scales = place.steps;
+    // Groups share the stretch, with its header, equally.
+    const std::byte* own = products.block + group * total_bytes();
     for (int64_t line = 0; line < total_bytes(); line += kLineBytes) {
-      __builtin_prefetch(scales + kPrefetchBytes + line);
+      __builtin_prefetch(own + kPrefetchBytes + line);
     }
     place.template expand<kType.has_unsigned_bytes()>(codes);
     words = codes;
@@ -205,7 +207,7 @@ struct GgufGroup {
   const std::byte* scales_of(int32_t) const { return scales; }
   Floats scale(int32_t column) const { return load(scale_ + column); }
   Floats min(int32_t column) const { return load(min_ + column); }
-  int64_t total_bytes() const { return kType.part_bytes() / kType.part_groups(); }
+  int64_t total_bytes() const { return kType.stretch_bytes() * kType.group / kType.depth; }
 
  private:
   alignas(64) float scale_[kBlockColumns];
@@ -315,15 +317,17 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
       typename Dot::Row operands[4];
       for (int i = 0; i < 4; ++i) operands[i] = Dot::row(row + i * 8);
       float row_scale[kGroups];
-      int32_t row_sum[kGroups];
+      std::conditional_t<kType.has_mins(), float, int32_t> row_sum[kGroups];  // or factors of mins
       __builtin_memcpy(row_scale, row_scales, sizeof(row_scale));
       __builtin_memcpy(row_sum, row_sums, sizeof(row_sum));
       Sums start[kGroups];
       Floats min_factors[kGroups];
       for (int g = 0; g < kGroups; ++g) {
-        start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
         if constexpr (kType.has_mins()) {
-          min_factors[g] = broadcast(min_factor(row_scale[g], row_sum[g]));
+          start[g] = as_sums(broadcast_word(0));
+          min_factors[g] = broadcast(row_sum[g]);
+        } else {
+          start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
         }
       }
       for (int b = 0; b < kBlocks; ++b) {

@@ -22,8 +22,9 @@ inline constexpr int32_t kNoRows = INT32_MAX;  // threshold for "never"
 
 // Activations in the operand form of the products, one row after the other:
 //   floats:   depth_padded values of bf16
-//   integers: depth_padded signed bytes, the float scale of each group, the int32 sum of
-//   each group
+//   integers: depth_padded signed bytes, the float scale of each group, then the int32 sum of
+//   each group or, for types of GGUF with mins, the float factor of its min: minus the scale
+//   times the sum
 struct OperandShape {
   Format format;
   int32_t group_size;

@@ -4,6 +4,7 @@
 
 #include "kernels/kernel_table.h"
 #include "kernels/rounding-inl.h"
+#include "store/gguf_types.h"
 
 namespace torch_mesh {
 namespace {
@@ -71,9 +72,13 @@ inline void store_operands(const float* values, int32_t column, int32_t count,
   auto* bytes = reinterpret_cast<uint8_t*>(row);
   auto* scales = reinterpret_cast<float*>(row + shape.depth_padded);
   auto* sums = reinterpret_cast<int32_t*>(scales + shape.depth_padded / shape.group_size);
+  const bool mins = is_gguf(shape.format) && gguf_type(shape.format).has_mins();
   for (int32_t i = 0; i < count; i += shape.group_size) {
     const int32_t group = (column + i) / shape.group_size;
     quantize_group(values + i, shape.group_size, bytes + column + i, scales + group, sums + group);
+    if (!mins) continue;
+    const float factor = -(scales[group] * static_cast<float>(sums[group]));
+    __builtin_memcpy(sums + group, &factor, sizeof(factor));
   }
 }
 

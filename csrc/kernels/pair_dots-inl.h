@@ -39,12 +39,16 @@ struct PairInt8Dot {
 // four could be added there before widening; that was no faster.
 template <typename Nibbles>
 struct PairNibbleDot : NibbleDot<Nibbles> {
+  // How many times eight k-values' products fit into 16 bits.
+  static constexpr int kNarrowEights = fours_in_int16(Nibbles::kMaxByte);
+
   // Adds the products of eight k-values in 16 bits.
   static Words narrow(const NibbleOperands& row, const NibbleOperands& weights) {
     return add_int16(multiply_byte_pairs(weights.low, row.low),
                      multiply_byte_pairs(weights.high, row.high));
   }
   static Sums widen(Sums sum, Words narrow) { return add_pairs(sum, narrow); }
+  static Sums widen(Sums sum, Shorts narrow) { return add_pairs(sum, words_of(narrow)); }
   static Sums add(Sums sum, const NibbleOperands& row, const NibbleOperands& weights) {
     return widen(sum, narrow(row, weights));
   }

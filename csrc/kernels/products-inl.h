@@ -17,6 +17,8 @@
 //                   PrefetchingForTiles, PrefetchingLines, PrefetchingStreams)
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/dots-inl.h"
 #include "kernels/kernel_table.h"
 #include "kernels/rounding-inl.h"
@@ -249,11 +251,14 @@ inline void add_words_of_pair(const std::byte* const (&words)[2], int32_t count,
   }
 }
 
-// One group of each row's activations.
+// One group of each row's activations: with its sum or, if weights have mins, their factor.
 struct GroupRows {
   const std::byte* bytes[kTileRows];
   float scale[kTileRows];
-  int32_t sum[kTileRows];
+  union {
+    int32_t sum[kTileRows];
+    float min_factor[kTileRows];
+  };
 };
 
 inline const std::byte* operand_row(const BlockProducts& products, int32_t r) {
@@ -355,37 +360,70 @@ inline void add_scaled(float* sums, Sums exact, float row_scale, Floats scale) {
   store(sums, plus_scaled(load(sums), exact, row_scale, scale));
 }
 
-// The factor of a group's min, which all of its weights contain, in the sums of a row.
-inline float min_factor(float row_scale, int32_t row_sum) {
-  return -(row_scale * static_cast<float>(row_sum));
+// Adds the products of a Dot in 16 bits.
+template <typename Dot>
+struct NarrowSums : Dot {
+  using Sum = Shorts;
+  static Sum add(Sum sum, const typename Dot::Row& row, const typename Dot::Weights& weights) {
+    return add_int16(sum, Dot::narrow(row, weights));
+  }
+};
+
+// Whether a Dot's products of `eights` times eight inputs fit into 16 bits.
+template <typename Dot>
+constexpr bool narrow_sums_fit(int32_t eights) {
+  if constexpr (requires { Dot::kNarrowEights; }) {
+    return eights <= Dot::kNarrowEights;
+  } else {
+    return false;
+  }
 }
 
-template <int kRows, typename Dot, typename Group, typename Share>
+// kNarrow: the products of a group are summed in 16 bits.
+template <int kRows, typename Dot, bool kNarrow, typename Group, typename Share>
 inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, Share&& ahead,
                          float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
-  for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
-    Sums exact[kRows][kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const Words zeros = Dot::zeros(group.scales_of(c + v * kLanes));
-      for (int r = 0; r < kRows; ++r) exact[r][v] = Dot::start(zeros, rows.sum[first + r]);
+  constexpr bool kMins = Group::kHasMins;  // zeros are 0 then
+  using Adds = std::conditional_t<kNarrow, NarrowSums<Dot>, Dot>;
+  const auto start = [&](int r, int32_t column) {
+    if constexpr (kMins) {
+      return as_sums(broadcast_word(0));
+    } else {
+      return Dot::start(Dot::zeros(group.scales_of(column)), rows.sum[first + r]);
     }
-    add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, ahead, exact);
-    Floats min_factors[kRows];
-    if constexpr (Group::kHasMins) {
+  };
+  for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
+    typename Adds::Sum exact[kRows][kVectors];
+    for (int v = 0; v < kVectors; ++v) {
       for (int r = 0; r < kRows; ++r) {
-        min_factors[r] = broadcast(min_factor(rows.scale[first + r], rows.sum[first + r]));
+        if constexpr (kNarrow) {
+          exact[r][v] = as_shorts(broadcast_word(0));
+        } else {
+          exact[r][v] = start(r, c + v * kLanes);
+        }
       }
+    }
+    add_words_of_block<Adds>(group.words + c * 4, group.count, rows.bytes + first, ahead, exact);
+    Floats min_factors[kRows];
+    if constexpr (kMins) {
+      for (int r = 0; r < kRows; ++r) min_factors[r] = broadcast(rows.min_factor[first + r]);
     }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
       const Floats scale = group.scale(column);
       Floats min;
-      if constexpr (Group::kHasMins) min = group.min(column);
+      if constexpr (kMins) min = group.min(column);
       for (int r = 0; r < kRows; ++r) {
         float* to = sums + (first + r) * kBlockColumns + column;
-        Floats total = plus_scaled(load(to), exact[r][v], rows.scale[first + r], scale);
-        if constexpr (Group::kHasMins) total = multiply_add(min_factors[r], min, total);
+        Sums whole;
+        if constexpr (kNarrow) {
+          whole = Dot::widen(start(r, column), exact[r][v]);
+        } else {
+          whole = exact[r][v];
+        }
+        Floats total = plus_scaled(load(to), whole, rows.scale[first + r], scale);
+        if constexpr (kMins) total = multiply_add(min_factors[r], min, total);
         store(to, total);
       }
     }
@@ -401,8 +439,8 @@ inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
   }
 }
 
-template <typename Dot, typename Scales, typename Group, typename Ahead = NothingAhead>
-inline void integer_products(const BlockProducts& products) {
+template <typename Dot, typename Scales, bool kNarrow, typename Group, typename Ahead>
+inline void products_of_groups(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < groups; ++g) {
@@ -411,10 +449,20 @@ inline void integer_products(const BlockProducts& products) {
     const int32_t count = products.rows.count;
     const Ahead ahead{group.scales + group.total_bytes(), group.total_bytes()};
     for_each_tile<kTile.rows>(count, [&](auto at_once, int32_t first) {
-      integer_tile<at_once.value, Dot>(group, rows, first, ahead.share(first, at_once.value, count),
-                                       products.sums);
+      integer_tile<at_once.value, Dot, kNarrow>(
+          group, rows, first, ahead.share(first, at_once.value, count), products.sums);
     });
   }
+}
+
+template <typename Dot, typename Scales, typename Group, typename Ahead = NothingAhead>
+inline void integer_products(const BlockProducts& products) {
+  if constexpr (narrow_sums_fit<Dot>(16 / 8)) {
+    if (narrow_sums_fit<Dot>(products.shape.group_size / 8)) {
+      return products_of_groups<Dot, Scales, true, Group, Ahead>(products);
+    }
+  }
+  products_of_groups<Dot, Scales, false, Group, Ahead>(products);
 }
 
 // Multiplies one row.
@@ -428,7 +476,7 @@ inline void integer_row(const BlockProducts& products) {
   for (int32_t g = 0; g < groups; ++g) {
     const IntegerGroup<Dot, Scales> group(products, g);
     if (g % kGroupsPerAsk == 0) ahead.ask();  // for scales
-    integer_tile<1, Dot>(group, group_rows(products, g, unit), 0, ahead, products.sums);
+    integer_tile<1, Dot, false>(group, group_rows(products, g, unit), 0, ahead, products.sums);
   }
 }
 
@@ -465,8 +513,8 @@ inline void integer_pair(const BlockProducts& first, const BlockProducts& second
     if constexpr (kSumsPairs) {
       integer_pair_tile<Dot>(groups, rows, {first.sums, second.sums});
     } else {
-      integer_tile<1, Dot>(groups[0], rows[0], 0, NothingAhead::Share{}, first.sums);
-      integer_tile<1, Dot>(groups[1], rows[1], 0, NothingAhead::Share{}, second.sums);
+      integer_tile<1, Dot, false>(groups[0], rows[0], 0, NothingAhead::Share{}, first.sums);
+      integer_tile<1, Dot, false>(groups[1], rows[1], 0, NothingAhead::Share{}, second.sums);
     }
   }
 }

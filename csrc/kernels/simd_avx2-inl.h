@@ -13,6 +13,7 @@ namespace {
 using Floats = __m256;
 using Words = __m256i;
 using Sums = __v8si;  // see simd_avx512-inl.h
+using Shorts = __v16hi;
 using Mask = __m256;
 
 constexpr int32_t kLanes = 8;
@@ -64,6 +65,8 @@ inline Words shift_right(Words a) {
   return _mm256_srli_epi32(a, kBits);
 }
 inline Sums as_sums(Words a) { return reinterpret_cast<Sums>(a); }
+inline Shorts as_shorts(Words a) { return reinterpret_cast<Shorts>(a); }
+inline Words words_of(Shorts a) { return reinterpret_cast<Words>(a); }
 inline Words words_of(Sums a) { return reinterpret_cast<Words>(a); }
 inline Sums add_sums(Sums a, Sums b) { return as_sums(add_words(words_of(a), words_of(b))); }
 inline Words as_words(Floats a) { return _mm256_castps_si256(a); }
@@ -189,6 +192,7 @@ inline Words magnitudes_of_bytes(Words bytes) { return _mm256_abs_epi8(bytes); }
 // Where the sign's byte is zero, so is the result.
 inline Words negate_bytes(Words bytes, Signs where) { return _mm256_sign_epi8(bytes, where); }
 inline Words add_int16(Words a, Words b) { return _mm256_add_epi16(a, b); }
+inline Shorts add_int16(Shorts a, Words b) { return as_shorts(add_int16(words_of(a), b)); }
 inline Words minimum_uint16(Words a, Words b) { return _mm256_min_epu16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {

@@ -25,6 +25,7 @@ using Words = __m512i;
 // Sums of products, with the type of their lanes: GCC 12 copies and spills a __m512i that an
 // instruction adds to.
 using Sums = __v16si;
+using Shorts = __v32hi;
 using Mask = __mmask16;
 
 constexpr int32_t kLanes = 16;
@@ -74,6 +75,8 @@ inline Words shift_right(Words a) {
   return _mm512_srli_epi32(a, kBits);
 }
 inline Sums as_sums(Words a) { return reinterpret_cast<Sums>(a); }
+inline Shorts as_shorts(Words a) { return reinterpret_cast<Shorts>(a); }
+inline Words words_of(Shorts a) { return reinterpret_cast<Words>(a); }
 inline Words words_of(Sums a) { return reinterpret_cast<Words>(a); }
 inline Sums add_sums(Sums a, Sums b) { return as_sums(add_words(words_of(a), words_of(b))); }
 inline Words as_words(Floats a) { return _mm512_castps_si512(a); }
@@ -230,6 +233,7 @@ inline Words negate_bytes(Words bytes, Signs where) {
   return _mm512_mask_sub_epi8(bytes, where, _mm512_setzero_si512(), bytes);
 }
 inline Words add_int16(Words a, Words b) { return _mm512_add_epi16(a, b); }
+inline Shorts add_int16(Shorts a, Words b) { return as_shorts(add_int16(words_of(a), b)); }
 inline Words minimum_uint16(Words a, Words b) { return _mm512_min_epu16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {

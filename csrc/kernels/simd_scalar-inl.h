@@ -13,6 +13,7 @@ namespace {
 using Floats = float;
 using Words = uint32_t;
 using Sums = uint32_t;
+using Shorts = uint32_t;  // not used
 using Mask = bool;
 
 constexpr int32_t kLanes = 1;
@@ -67,6 +68,7 @@ inline uint32_t shift_right(uint32_t a) {
   return a >> kBits;
 }
 inline uint32_t as_sums(uint32_t a) { return a; }
+inline uint32_t as_shorts(uint32_t a) { return a; }
 inline uint32_t words_of(uint32_t a) { return a; }
 inline uint32_t add_sums(uint32_t a, uint32_t b) { return a + b; }
 inline uint32_t as_words(float a) { return bits_as<uint32_t>(a); }

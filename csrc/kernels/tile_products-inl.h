@@ -444,8 +444,8 @@ class GgufTiles {
     }
   }
 
-  // Gathers the rows' scales, and their factors of mins as min_factor does. Each row's own cache
-  // lines would not stay in the cache from one step to the next.
+  // Gathers the rows' scales, and their factors of mins. Each row's own cache lines would not stay
+  // in the cache from one step to the next.
   void gather_scales(int32_t group) {
     const int32_t groups = products_.shape.depth_padded / kType.group;
     const int32_t left = groups - group < kScaleGroups ? groups - group : kScaleGroups;
@@ -453,12 +453,9 @@ class GgufTiles {
     RowScales& to = row_scales_of(group);
     for (int32_t r = 0; r < products_.rows.count; ++r) {
       const std::byte* at = source_[r] + products_.shape.depth_padded + group * 4;
-      const Floats scales = _mm512_maskz_loadu_ps(mask, at);
-      store(to.scale[r], scales);
+      store(to.scale[r], _mm512_maskz_loadu_ps(mask, at));
       if constexpr (kType.has_mins()) {
-        const Words sums = _mm512_maskz_loadu_epi32(mask, at + groups * 4);
-        const Words products = as_words(scales * words_to_floats(sums));
-        store(to.minus[r], as_floats(products ^ broadcast_word(0x80000000)));
+        store(to.minus[r], _mm512_maskz_loadu_ps(mask, at + groups * 4));
       }
     }
   }
