@@ -151,8 +151,8 @@ inline void bf12_panels(const BlockProducts& products) {
   panel.depth = kBf12Depth;
   for (int32_t tile = 0; tile < block.tiles; ++tile) {
     dequantize_bf12_tile(block, tile, panel.weights[0]);
-    panel.next = block.tile(tile + 1);
-    multiply_panel(products, tile * kBf12Depth, Unscaled{}, panel);
+    multiply_panel(products, tile * kBf12Depth, Unscaled{},
+                   NextBf12{{block.tile(tile + 1), kBf12TileBytes}}, panel);
   }
 }
 

@@ -12,7 +12,6 @@ constexpr int kPanelUnroll = 4;
 static_assert(kStepDepth == kSquare);  // rows of both go to add_panel_rows
 
 struct Panel {
-  const std::byte* next;  // the bytes that the next panel is expanded from
   int32_t depth;
   alignas(64) float weights[kStepDepth][kBlockColumns];  // 16 KiB
   alignas(64) float rows[kTileRows][kStepDepth];
@@ -55,13 +54,46 @@ inline void add_panel_rows(const float* weights, const float* rows,
   }
 }
 
-template <int kRows, typename Step>
-inline void panel_tile(const Panel& panel, const Step& step, int32_t first, float* sums) {
+// Tiles prefetch what follows the panel's words, a cache line for each k-value. The products hide
+// the reads. Otherwise these would wait at every page: the processor's own prefetchers stop at its
+// end.
+struct NextPanels {
+  struct Share {
+    const std::byte* from;
+
+    template <int kPasses>
+    void ask(int32_t k, int pass) const {
+      for (int line = pass; line < kPanelUnroll; line += kPasses) {
+        __builtin_prefetch(from + (k + line) * kLineBytes);
+      }
+    }
+  };
+  const std::byte* from;
+
+  Share share(int32_t first, int32_t, int32_t) const {
+    return {from + int64_t{first / kPanelTile.rows} * kStepDepth * kLineBytes};
+  }
+};
+
+// Tiles share the lines of the next tile of bf12.
+struct NextBf12 : LinesAhead {
+  struct Share : LinesAhead::Share {
+    template <int kPasses>
+    void ask(int32_t, int) {
+      for (int i = 0; i < kPanelUnroll / kPasses; i += 2) LinesAhead::Share::ask();
+    }
+  };
+
+  Share share(int32_t first, int32_t rows, int32_t of) const {
+    return {LinesAhead::share(first, rows, of)};
+  }
+};
+
+template <int kRows, typename Step, typename Share>
+inline void panel_tile(const Panel& panel, const Step& step, int32_t first, Share&& ahead,
+                       float* sums) {
   constexpr int kVectors = vectors_at_once(kPanelTile, kRows);
   constexpr int kPasses = kBlockColumns / (kVectors * kLanes);
-  // The products hide the reads of the next panel, prefetched one cache line a step. Otherwise
-  // these would wait at every page: the processor's own prefetchers stop at its end.
-  const std::byte* next = panel.next + int64_t{first / kPanelTile.rows} * kStepDepth * 64;
   for (int pass = 0; pass < kPasses; ++pass) {
     const int32_t c = pass * kVectors * kLanes;
     Floats tile[kRows][kVectors];
@@ -70,9 +102,7 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
       for (int v = 0; v < kVectors; ++v) tile[r][v] = step.begin(from + v * kLanes);
     }
     for (int32_t k = 0; k < panel.depth; k += kPanelUnroll) {
-      for (int line = pass; line < kPanelUnroll; line += kPasses) {
-        __builtin_prefetch(next + (k + line) * 64);
-      }
+      ahead.template ask<kPasses>(k, pass);
       add_panel_rows<kPanelUnroll>(panel.weights[k] + c, panel.rows[first] + k, tile);
     }
     for (int v = 0; v < kVectors; ++v) {
@@ -86,26 +116,28 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
 }
 
 // Multiplies all rows with the panel's weights.
-template <typename Step>
+template <typename Step, typename Ahead>
 inline void multiply_panel(const BlockProducts& products, int32_t depth, const Step& step,
-                           Panel& panel) {
-  for (int32_t r = 0; r < products.rows.count; ++r) {
+                           const Ahead& ahead, Panel& panel) {
+  const int32_t count = products.rows.count;
+  for (int32_t r = 0; r < count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
     for (int32_t k = 0; k < panel.depth; k += kLanes) {
       store(panel.rows[r] + k, load_bf16(row + k * 2));
     }
   }
-  for_each_tile<kPanelTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-    panel_tile<at_once.value>(panel, step, first, products.sums);
+  for_each_tile<kPanelTile.rows>(count, [&](auto at_once, int32_t first) {
+    panel_tile<at_once.value>(panel, step, first, ahead.share(first, at_once.value, count),
+                              products.sums);
   });
 }
 
 template <typename Dot, typename Step>
 inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
                        float unit, const Step& step, Panel& panel) {
-  panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
+  const std::byte* end = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
   expand<Dot>(words, unit, panel.depth, panel.weights[0]);
-  multiply_panel(products, depth, step, panel);
+  multiply_panel(products, depth, step, NextPanels{end}, panel);
 }
 
 inline void bf16_panels(const BlockProducts& products) {
