@@ -217,9 +217,12 @@ def tables(name: str, value: Any) -> str | int | tuple[str, ...]:
 @partial(Values, "folders, in a string separated by commas")
 def folders(name: str, value: Any) -> tuple[str, ...]:
     given = value.split(",") if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
-    if not isinstance(given, list | tuple) or any(each is None for each in given):
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str | os.PathLike) for each in given):
+        given = [""]
+    paths = [each.strip() if isinstance(each, str) else os.fspath(each) for each in given]
+    if not all(paths):
         raise ValueError(f"{name}={value!r} is not a list of folders: give paths, or a string of them with commas.")
-    return tuple(str(_FOLDER.check(name, each.strip() if isinstance(each, str) else each)) for each in given)
+    return tuple(str(_FOLDER.check(name, each)) for each in paths)
 
 
 @partial(Values, f'`"auto"`, or 1 to {MAX_THREADS}')

@@ -13,6 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, StoreError
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.patching import quantizer
+from torch_mesh.planning import machine
+from torch_mesh.planning.plan import plan
+from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
@@ -79,6 +84,44 @@ def test_a_shared_pool_reads_from_both(raw: Path, tmp_path: Path, ids: torch.Ten
         _open(store.folder, shared=str(tmp_path / "socket"), mirrors=str(copy))
 
 
+def test_copies_in_subfolders_are_told_apart(tmp_path: Path) -> None:
+    files = []
+    for name in ("one/model.safetensors", "two/model.safetensors"):
+        for folder in ("raw", "mirror"):
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True)
+            path.write_text(name)
+        files.append((str(tmp_path / "raw" / name), len(name)))
+    copies = find_copies(files, [str(tmp_path / "mirror")])
+    assert copies == [[path.replace("/raw/", "/mirror/")] for path, _ in files]
+
+
+def test_the_second_pool_has_no_copies(raw: Path, tmp_path: Path) -> None:
+    store = convert(raw, tmp_path / "store", "int8").store
+    copy = shutil.copytree(store.folder, tmp_path / "copy")
+    model = _open(store.folder, resident=0.75, mirrors=copy, lossy={"fallback": "int4"})
+    pool = next(patched_modules(model))._mesh_pool
+    assert pool.fallback is not None and "copies in" in pool.describe()
+    assert "copies in" not in pool.fallback.describe()
+
+
+def test_a_plan_counts_the_files_that_a_mirror_has(
+    raw: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "disk_speed", lambda files, block: 1e9 if files else None)
+    for shard in _shards(mirror)[1:]:
+        shard.unlink()
+    config = MeshConfig(mirrors=str(mirror))
+    sizes = find_sizes(raw, config)
+    speeds = machine.measure_speeds(sizes, config, memory=1e9)
+    every = sum(shard.stat().st_size for shard in _shards(raw))
+    assert speeds is not None and speeds.disk == pytest.approx(1e9 * (1 + _shards(raw)[0].stat().st_size / every))
+    with pytest.raises(StoreError, match="elsewhere is not a folder"):
+        plan(raw, MeshConfig(mirrors=str(tmp_path / "elsewhere")))
+    with pytest.raises(ValueError, match="exclude each other"):
+        plan(raw, MeshConfig(mirrors=str(mirror), io="buffered"))
+
+
 def test_the_same_drive_is_a_warning(raw: Path, mirror: Path) -> None:
     files = [(str(shard), shard.stat().st_size) for shard in _shards(raw)]
     with pytest.warns(UserWarning, match="is on the same drive"):
@@ -103,7 +146,10 @@ def test_a_copy_of_another_size_is_an_error(raw: Path, mirror: Path) -> None:
         _open(raw, mirrors=str(mirror))
 
 
-def test_a_copy_of_another_model_is_an_error(raw: Path, mirror: Path) -> None:
+def test_a_copy_of_another_model_is_an_error_before_weights_are_packed(
+    raw: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizer, "assemble", lambda *_: pytest.fail("patched"))
     shard = _shards(mirror)[1]
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -122,7 +168,7 @@ def test_buffered_reads_exclude_mirrors(raw: Path, mirror: Path) -> None:
         _open(raw, io="buffered", mirrors=str(mirror))
 
 
-@pytest.mark.parametrize("given", [3, [None], [""], "/a,,/b"])
+@pytest.mark.parametrize("given", [3, [3], [None], [""], "/a,,/b"])
 def test_what_is_no_list_of_folders_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="mirrors="):
+    with pytest.raises(ValueError, match="mirrors=.* is not a list of folders: give paths, or a string"):
         MeshConfig(mirrors=given)

@@ -35,6 +35,7 @@ _FIELDS = (
     "dense",
     "group_size",
     "workspace",
+    "mirrors",
     "prefetch",
     "gpu_experts",
     "gpu_weights",

@@ -151,7 +151,8 @@ class _RawSource(CheckpointSource):
         super().__init__(layers, config, weights, group_size, exact=FORMATS[weights].holds_bf16 and from_bf16)
 
     def prepare(self) -> None:
-        self.set_records(self._raw_records(self.weights, self.group_size) if self._raw else self._converted_as_chosen())
+        records = self._raw_records(self.weights, self.group_size) if self._raw else self._converted_as_chosen()
+        self.set_records(records, self.config.mirrors)
 
     def _converted_as_chosen(self) -> Records:
         try:
@@ -271,7 +272,7 @@ class _StoreSource(CheckpointSource):
         self._fetch([*records, *self._rows])
         self._store = open_store(self.folder)
         check_other_files(self._store, self.config.verify, codes=self.blocks is not None, loaded=self._files)
-        self.set_records(_records_of(self._store, self._layers, self.config))
+        self.set_records(_records_of(self._store, self._layers, self.config), self.config.mirrors)
 
     def other_records(self, weights: str) -> Records:
         manifest = self._store.manifest

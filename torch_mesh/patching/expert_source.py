@@ -22,6 +22,7 @@ from torch_mesh.pool.row_tables import RowTables, tables_memory
 from torch_mesh.pool.secondary_pool import Records, other_config, packed_format
 from torch_mesh.store.convert import checked_group_size, convert_model
 from torch_mesh.store.disk_cache import unnamed_folder
+from torch_mesh.store.mirrors import find_copies
 from torch_mesh.store.progress import progress_bar
 from torch_mesh.store.tables import StoredTable
 
@@ -68,6 +69,7 @@ class ExpertSource:
     staging: int = 0  # bytes of reading buffers beside the pool
     tables: TableSource | None = None  # embeddings whose rows stay in files
     blocks: Blocks | None = None  # codes of matrices outside the experts, if they are kept
+    copies: Sequence[Sequence[str]] = ()  # for each file of the pool's records the paths of its copies on other drives
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         """The records in ``weights``. Open them in the context: an open file outlives a temporary store."""
@@ -89,8 +91,9 @@ class RecordSource(ExpertSource):
         self.exact = exact
         self.only_format = only_format
 
-    def set_records(self, records: Records) -> None:
-        """Set the records in the pool's format."""
+    def set_records(self, records: Records, mirrors: Sequence[str]) -> None:
+        """Set the records in the pool's format, and find their copies in the folders ``mirrors``."""
+        self.copies = find_copies(records.source_arguments["files"], mirrors)
         if self.expert_range is not None:
             own = self.expert_range.source_arguments(records.source_arguments)
             records = dataclasses.replace(records, source_arguments=own)

@@ -32,7 +32,7 @@ from torch_mesh.routing.profiles import check_profile
 from torch_mesh.speculation.models import check_speculation, install_speculation, uninstall_speculation
 from torch_mesh.speculation.mtp import PatchHeads, install_mtp, uninstall_mtp
 from torch_mesh.statistics.speculated import drop_tally
-from torch_mesh.store.mirrors import check_folders
+from torch_mesh.store.mirrors import check_mirrors
 
 
 @dataclass
@@ -69,15 +69,6 @@ def _check_gpu(patching: Patching) -> None:
     wanted = config.gpu.experts
     if (isinstance(wanted, tuple) and any(map(any, wanted))) or (isinstance(wanted, int) and wanted > 0):
         check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
-
-
-def _check_mirrors(config: MeshConfig) -> None:
-    if config.mirrors and config.io == "buffered":
-        raise ValueError(
-            "io='buffered' and mirrors exclude each other, since the page cache would hold each copy separately: leave "
-            "one of them out."
-        )
-    check_folders(config.mirrors)
 
 
 def _install_tables(patching: Patching) -> None:
@@ -120,7 +111,7 @@ MODES = (
         uninstall=lambda model: restore_dense(model),
         before_pool=True,
     ),
-    Mode("mirrors", check=lambda p: _check_mirrors(p.config)),
+    Mode("mirrors", check=lambda p: check_mirrors(p.config.mirrors, p.config.io)),
     Mode("shared", check=lambda p: check_shared(p.config, p.layers)),
     Mode("profile", check=lambda p: check_profile(p.config.profile, p.layers, p.source.layers)),
     Mode(

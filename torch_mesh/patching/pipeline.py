@@ -33,7 +33,6 @@ from torch_mesh.pool.secondary_pool import Records, open_other
 from torch_mesh.prefetch.lookahead import check_predictor
 from torch_mesh.statistics.log import start_log
 from torch_mesh.store.convert import checked_group_size
-from torch_mesh.store.mirrors import find_copies
 
 
 def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, source: ExpertSource) -> None:
@@ -198,10 +197,7 @@ def _open_pool(
             slots,
             config,
             **fixed,
-            source=_C.Source(
-                **records.source_arguments,
-                copies=find_copies(records.source_arguments["files"], config.mirrors),
-            ),
+            source=_C.Source(**records.source_arguments, copies=source.copies),
             layer_indices=records.layer_indices,
             fallback=fallback,
             on_gpu=placement.on_gpu(records.layers, records.layer_indices),

@@ -105,7 +105,7 @@ class Experts(nn.Module):
         layers = find_experts(self)
         source = RecordSource(exact=False)
         # The pool knows all layers, since checksums of records cover their layer; only this one is read.
-        source.set_records(Records.of_store(opened, [layer]))
+        source.set_records(Records.of_store(opened, [layer]), config.mirrors)
         source.counted = 1
         check(self, layers, config, source)
         assemble(self, layers, config, source)

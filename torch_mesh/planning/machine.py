@@ -21,6 +21,7 @@ from torch_mesh.planning.formats import compared_formats
 from torch_mesh.planning.sizes import Sizes
 from torch_mesh.planning.token_time import Speeds
 from torch_mesh.store.manifest import Shape
+from torch_mesh.store.mirrors import copies_in
 from torch_mesh.system.background import TaskThreads
 from torch_mesh.system.timing import LARGE_BYTES, SECONDS, seconds_per_call
 
@@ -75,11 +76,16 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
 
 
 def _drives_speed(sizes: Sizes, mirrors: Sequence[str]) -> float | None:
-    """The speed of the files' drive, and of the mirrors' in addition: they are read together."""
+    """The speed of the files' drive, and of the mirrors' in addition: they are read together. A mirror of some of the
+    files counts with its fraction of their bytes."""
     speed = disk_speed(sizes.files, sizes.expert_bytes)
-    for folder in mirrors if speed is not None else ():
-        copies = [copy for file in sizes.files if (copy := Path(folder, file.name)).is_file()]
-        speed += disk_speed(copies, sizes.expert_bytes) or 0.0
+    if speed is None:
+        return None
+    every = sum(file.stat().st_size for file in sizes.files)
+    for folder in mirrors:
+        copies = [copy for copy in copies_in(folder, sizes.files) if copy is not None]
+        copied = sum(copy.stat().st_size for copy in copies)
+        speed += (disk_speed(copies, sizes.expert_bytes) or 0.0) * min(1.0, copied / every)
     return speed
 
 

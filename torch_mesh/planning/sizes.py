@@ -30,6 +30,7 @@ from torch_mesh.store.convert import checked_group_size, describe_nearest, weigh
 from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.manifest import Shape, is_store, open_store
+from torch_mesh.store.mirrors import check_mirrors
 from torch_mesh.store.tables import StoredTable, tables_in_files
 
 
@@ -85,6 +86,7 @@ def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) 
     """
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
+    check_mirrors(config.mirrors, config.io)
     of_folder = _store_sizes if is_store(folder) else _checkpoint_sizes
     return of_folder(folder, config, vocabularies)
 

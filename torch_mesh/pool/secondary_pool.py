@@ -56,8 +56,9 @@ class Records:
 def open_other(
     layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, min_slots: int
 ) -> ExpertPool:
-    """Open the second pool. Profiles and early experts apply to the main pool only."""
+    """Open the second pool. Profiles, early experts and mirrors apply to the main pool only."""
     config = config.replace(
+        mirrors=(),
         profile=None,
         prefill="off",
         lossy={"routing_bias": 0.0},

@@ -13,8 +13,13 @@ _SAMPLES = 16  # places of a file that are compared
 _SAMPLE_BYTES = 64 << 10
 
 
-def check_folders(folders: Sequence[str]) -> None:
-    """Raises ``StoreError`` for a folder that does not exist."""
+def check_mirrors(folders: Sequence[str], io: str) -> None:
+    """Raises ``StoreError`` for a folder that does not exist, and ``ValueError`` for reads through the page cache."""
+    if folders and io == "buffered":
+        raise ValueError(
+            "io='buffered' and mirrors exclude each other, since the page cache would hold each copy separately: leave "
+            "one of them out."
+        )
     for folder in folders:
         if not Path(folder).is_dir():
             raise StoreError(
@@ -24,34 +29,49 @@ def check_folders(folders: Sequence[str]) -> None:
 
 def find_copies(files: Sequence[tuple[str, int]], folders: Sequence[str]) -> list[list[str]]:
     """The paths of the copies of ``files`` (paths, and sizes in bytes) in ``folders``: for each file one path a
-    folder, empty where the folder lacks it. Copies have the originals' names.
+    folder, empty where the folder lacks it.
 
     Warns about a folder on the same drive. Raises ``StoreError`` for a folder without any of the files, and for a copy
     that differs in size or in one of a few samples.
     """
-    check_folders(folders)
-    copies = [[_copy_of(Path(path), size, Path(folder)) for folder in folders] for path, size in files]
-    for index, folder in enumerate(folders):
-        own = [(path, each[index]) for (path, _), each in zip(files, copies, strict=True) if each[index]]
+    paths = [Path(path) for path, _ in files]
+    columns = []
+    for folder in folders:
+        copies = copies_in(folder, paths)
+        for copy, (path, size) in zip(copies, files, strict=True):
+            if copy is not None:
+                _compare(copy, Path(path), size)
+        own = [(path, copy) for path, copy in zip(paths, copies, strict=True) if copy is not None]
         if not own:
-            names = ", ".join(Path(path).name for path, _ in files[:3])
+            common = _common_folder(paths)
+            names = ", ".join(str(path.relative_to(common)) for path in paths[:3])
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
             raise StoreError(
-                f"mirrors: {folder} has none of the files that hold the experts ({names}{more} in "
-                f"{Path(files[0][0]).parent}). Copy them into it, or leave it out of mirrors."
+                f"mirrors: {folder} has none of the files that hold the experts ({names}{more} in {common}). Copy them "
+                "into it, or leave it out of mirrors."
             )
         if any(os.stat(path).st_dev == os.stat(copy).st_dev for path, copy in own):
             warnings.warn(
                 f"mirrors: {folder} is on the same drive as the original files, so it makes nothing faster.",
                 stacklevel=2,
             )
-    return copies
+        columns.append(["" if copy is None else str(copy) for copy in copies])
+    return [[column[index] for column in columns] for index in range(len(files))]
 
 
-def _copy_of(path: Path, size: int, folder: Path) -> str:
-    copy = folder / path.name
-    if not copy.exists():
-        return ""
+def copies_in(folder: str, files: Sequence[Path]) -> list[Path | None]:
+    """The copy of each file in ``folder``, None where the folder lacks it. A copy's path in ``folder`` is the
+    original's in the innermost folder that has all of ``files``."""
+    common = _common_folder(files)
+    copies = [Path(folder) / path.relative_to(common) for path in files]
+    return [copy if copy.is_file() else None for copy in copies]
+
+
+def _common_folder(files: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([path.parent for path in files]))
+
+
+def _compare(copy: Path, path: Path, size: int) -> None:
     copied = copy.stat().st_size
     if copied != size:
         raise StoreError(
@@ -66,4 +86,3 @@ def _copy_of(path: Path, size: int, folder: Path) -> str:
                 raise StoreError(
                     f"mirrors: {copy} differs from {path} near byte {at}. Copy the file again, or remove the copy."
                 )
-    return str(copy)
