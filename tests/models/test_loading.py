@@ -348,6 +348,23 @@ def test_a_dict_is_taken_for_a_config(
     assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: torch.Tensor) -> None:
+    """transformers does not know the model type of its published config, whose code is DeepSeek's."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks whether to run the checkpoint's code"))
+    reference = _save("DeepseekV3Experts", tmp_path / "raw")
+    path = tmp_path / "raw" / "config.json"
+    code = {"AutoConfig": "configuration_deepseek.C", "AutoModelForCausalLM": "modeling_deepseek.M"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2", "auto_map": code}))
+    (tmp_path / "raw" / "configuration_deepseek.py").write_text("raise AssertionError")
+    torch_mesh.patch(reference, resident=1.0)
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    assert json.loads((tmp_path / "store" / "config.json").read_text())["model_type"] == "deepseek_v3"
+    for folder in ("raw", "store"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, quantization_config=MeshConfig(resident=0.5))
+        assert model.config.model_type == "deepseek_v3"
+        assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
+
+
 def test_unsupported_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     import transformers
 

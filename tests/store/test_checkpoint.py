@@ -354,3 +354,12 @@ def test_experts_as_linear_layers_are_refused_by_name(tmp_path: Path) -> None:
         UnsupportedModelError, match=r"down_projs\.0\.weight is an expert as a linear layer .* Use openai/gpt-oss-20b"
     ):
         find(tmp_path)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks whether to run the checkpoint's code"))
+    config = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": {"AutoConfig": "configuration.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration.py").write_text("raise AssertionError")
+    with pytest.raises(UnsupportedModelError, match="'OwnForCausalLM' is code of the checkpoint"):
+        read_config(tmp_path)

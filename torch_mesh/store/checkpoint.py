@@ -243,10 +243,7 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
     architectures = getattr(config, "architectures", None) or [""]
     model_class = getattr(transformers, architectures[0], None)
     if model_class is None and hasattr(config, "auto_map"):
-        raise UnsupportedModelError(
-            f"The model class {architectures[0]!r} is code of the checkpoint; torch_mesh only runs models of "
-            "transformers."
-        )
+        raise _own_code_error(architectures[0])
     with torch.device("meta"):
         try:
             return (model_class or transformers.AutoModelForCausalLM.from_config)(config)
@@ -254,6 +251,12 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
             raise UnsupportedModelError(
                 f"{type(config).__name__} describes no causal language model: {problem}"
             ) from problem
+
+
+def _own_code_error(architecture: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The model class {architecture!r} is code of the checkpoint; torch_mesh only runs models of transformers."
+    )
 
 
 def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
@@ -397,14 +400,20 @@ _REFUSALS = (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, S
 
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
-    """The folder's config, whatever its quantization. Raises UnsupportedModelError if transformers refuses it."""
+    """The folder's config, whatever its quantization; runs no code of the checkpoint.
+
+    Raises UnsupportedModelError if transformers refuses it, or has no such config.
+    """
     if is_gguf(folder):
         return gguf_model.read_config(Path(folder))
     check_folder(folder)
     if not (Path(folder) / "config.json").is_file():
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
     try:
-        return transformers.AutoConfig.from_pretrained(folder)
+        table, _ = transformers.PretrainedConfig.get_config_dict(folder)
+        if "AutoConfig" in (table.get("auto_map") or ()) and table.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise _own_code_error((table.get("architectures") or [""])[0])
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except RecursionError as problem:
         raise store_error(Path(folder) / "config.json", "is not valid JSON: it nests too deep") from problem
     except _REFUSALS as problem:

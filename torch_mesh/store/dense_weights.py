@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.errors import MeshError
-from torch_mesh.models.families import WEIGHT_DTYPES
+from torch_mesh.models.families import WEIGHT_DTYPES, with_known_type
 from torch_mesh.store.checkpoint import CheckpointExperts
 from torch_mesh.store.dtypes import DTYPES, NAMES
 from torch_mesh.store.gguf import is_gguf
@@ -128,7 +128,8 @@ def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
 def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
     if not is_gguf(experts.folder):
         text = (experts.folder / "config.json").read_text(encoding="utf-8")
-        return _unquantized(text) if experts.weights else text
+        config = config_text(with_known_type(json.loads(text)))
+        return _unquantized(config) if experts.weights else config
     table = model.config.to_dict() | {"architectures": [type(model).__name__]}
     return json.dumps(table)
 
