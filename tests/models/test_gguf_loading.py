@@ -362,6 +362,23 @@ def test_a_model_may_have_layers_of_several_types(tmp_path: Path, cache: Path) -
     assert experts and all(torch.equal(value, expected[name]) for name, value in experts.items())
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"), [((1,), "q4_k"), ((0,), "q6_k"), ((1, 0), "q4_k|q6_k:01")], ids=["last", "first", "swapped"]
+)
+def test_moved_layers_of_several_types_keep_their_own(order: tuple[int, ...], expected: str, tmp_path: Path) -> None:
+    kinds = {r"blk.0.ffn_(gate|up|down)_exps": "Q6_K", "_exps.weight": "Q4_K"}
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", kinds, **K_SIZES)
+    model = _open(made.path, weights="auto", dtype=torch.float32)
+    assert model.config.quantization_config.weights == "q6_k|q4_k:01"
+    model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in order])
+    model.config.num_hidden_layers = len(order)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    model.save_pretrained(tmp_path / "saved")
+    assert open_store(tmp_path / "saved").manifest.weights == expected
+    assert torch.equal(_logits(_open(tmp_path / "saved", weights="auto", dtype=torch.float32)), _logits(model))
+
+
 # gemma4 has no head for values in any layer of the first part, and divisors of frequencies in the last part.
 @pytest.mark.parametrize("architecture", ["qwen2moe", "gemma4"])
 def test_a_gguf_file_in_several_parts_is_one_model(architecture: str, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "key-missing": lambda t: t.pop("shape"),
     "key-unknown": lambda t: t.update(extra=1),
     "weights-unknown": lambda t: t.update(weights="int2"),
+    "weights-of-more-layers": lambda t: t.update(weights="q4_k|q6_k:01010", format_version=1, group_size=32),
+    "weights-of-other-sizes": lambda t: t.update(weights="q4_k", format_version=1, group_size=32),
     "weights-list": lambda t: t.update(weights=["int4"]),
     "group-size-unknown": lambda t: t.update(group_size=48),
     "group-size-of-bf16": lambda t: t.update(weights="bf16"),

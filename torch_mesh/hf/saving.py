@@ -28,7 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.formats import is_passthrough
+from torch_mesh.formats import FORMATS, format_of_layer, is_passthrough, name_of_layers, short_name
 from torch_mesh.hf.compat import has_own_adapters, wrap
 from torch_mesh.hf.model_config import patched_models, without_config_metadata
 from torch_mesh.hf.streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
@@ -367,14 +367,19 @@ def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
 def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
     """Write experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
-    plan = plan_of_model(model, layers, pool.weights, pool.group_size)
+    modules: list[Any] = [layer.module for layer in layers]
+    weights = name_of_layers([format_of_layer(pool.weights, module._mesh_layer) for module in modules])
+    group_sizes = FORMATS[weights].group_sizes  # of one format other ones than of a mixture with it
+    group_size = pool.group_size if pool.group_size in group_sizes else group_sizes[0]
+    plan = plan_of_model(model, layers, weights, group_size)
     check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
 
     def record(layer: int, expert: int) -> torch.Tensor:
-        module: Any = layers[layer].module
-        return torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
+        module = modules[layer]
+        whole = torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
+        return whole[: plan.record_bytes]  # the pool may have had larger records of other layers
 
-    with progress_bar(f"Writing experts in {pool.weights}") as progress:
+    with progress_bar(f"Writing experts in {short_name(weights)}") as progress:
         store = write_store(staging / "records", plan, record, private=True, progress=progress).store
     for file in store.manifest.record_files:
         (store.folder / file.name).rename(staging / file.name)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import FORMATS, GROUP_SIZES, TABLE_FORMATS, ExpertSizes, is_format
+from torch_mesh.formats import FORMATS, GROUP_SIZES, TABLE_FORMATS, ExpertSizes, is_format, layer_formats
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -263,11 +263,7 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
     """The store in ``folder``, with everything checked but the records' bytes. Raises ``StoreError`` for
     inconsistencies."""
     folder = Path(folder)
-    path = folder / MANIFEST_NAME
     manifest = read_manifest(folder)
-    expected = manifest.shape.record_bytes(manifest.weights, manifest.group_size)
-    if manifest.record_bytes != expected:
-        raise store_error(path, f"says that a record has {manifest.record_bytes} bytes; its shape makes {expected}")
     first = 0
     for file in manifest.record_files:
         _check_record_file(folder, manifest, file, first)
@@ -387,7 +383,11 @@ def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
         raise ValueError(
             f"'group_size' is {group_size} of {weights} records; it is one of {FORMATS[weights].group_sizes}"
         )
+    if len(own := layer_formats(weights)) not in (1, shape.layers):
+        raise ValueError(f"'weights' names the formats of {len(own)} layers, and there are {shape.layers}")
     record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
+    if record_bytes != (expected := shape.record_bytes(weights, group_size)):  # ValueError for impossible sizes
+        raise ValueError(f"a record has {record_bytes} bytes by 'record_bytes', and {expected} by 'shape'")
     modules = table["modules"]
     if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):
         raise ValueError(f"'modules' must name {shape.layers} modules")
