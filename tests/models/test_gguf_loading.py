@@ -362,6 +362,12 @@ def test_a_model_may_have_layers_of_several_types(tmp_path: Path, cache: Path) -
     assert experts and all(torch.equal(value, expected[name]) for name, value in experts.items())
 
 
+def test_fewer_layers_than_the_file_has(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    model = _open(made.path, weights="auto", num_hidden_layers=1)
+    assert len(model.model.layers) == 1 and _logits(model).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("order", "expected"), [((1,), "q4_k"), ((0,), "q6_k"), ((1, 0), "q4_k|q6_k:01")], ids=["last", "first", "swapped"]
 )

@@ -315,6 +315,21 @@ def test_fallback_experts_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     assert torch.isfinite(_logits(model)).all()
 
 
+@pytest.mark.parametrize("kind", ["fp8_blocks", "gpt_oss"])
+def test_fewer_layers_than_the_checkpoint_has(kind: str, tmp_path: Path, cache: Path) -> None:
+    """The experts of the other layers are not dequantized with the rest."""
+    raw = tmp_path / "raw"
+    if kind == "gpt_oss":
+        write_gpt_oss(raw)
+    else:
+        write_quantized(raw, KINDS[kind]())
+    config = MeshConfig(resident=0.5)
+    model = AutoModelForCausalLM.from_pretrained(raw, num_hidden_layers=1, quantization_config=config)
+    assert len(model.model.layers) == 1 and _logits(model).isfinite().all()
+    rest = {name for path in cache.glob("stores/*-rest-*/*.safetensors") for name in load_file(path)}
+    assert not any(".experts." in name for name in rest) and bool(rest) == (kind != "gpt_oss")
+
+
 def test_a_checkpoint_without_a_dtype_opens(tmp_path: Path) -> None:
     write_quantized(tmp_path / "raw", KINDS["fp8"]())
     change_config(tmp_path / "raw", dtype=None, torch_dtype=None)

@@ -37,6 +37,7 @@ from torch_mesh.store.convert import (
     fingerprint_of,
     source_name,
     weights_of_checkpoint,
+    with_all_layers,
     write_rest,
 )
 from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
@@ -232,10 +233,10 @@ class _QuantizedSource(_RawSource):
             # Codes are read from the GGUF file itself.
             check_other_files(store, self.config.verify, codes=False, cached=self.config.store is None)
             self._files[:] = [str(path) for path in weight_files(store.folder)]
-        elif self._experts.rest_is_quantized:
+        elif self._experts.rest_is_quantized and (every := with_all_layers(self._experts)).rest_is_quantized:
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
             with progress_bar(f"Dequantizing the rest of {self._name}") as progress:
-                self._files[:] = map(str, write_rest(self._experts, self._fingerprint, folder, progress))
+                self._files[:] = map(str, write_rest(every, self._fingerprint, folder, progress))
             note_use(folder)
 
 

@@ -480,16 +480,24 @@ def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
 
 
+def with_all_layers(experts: CheckpointExperts) -> CheckpointExperts:
+    """The experts of all layers of a checkpoint, of which the opened model may have fewer."""
+    # Not the opened model, which may have another dtype too.
+    model = meta_model(read_config(experts.folder))
+    if len(experts.modules) == len(find_experts(model)):
+        return experts
+    return find_checkpoint_experts(experts.folder, model, experts.key_mapping)
+
+
 def write_rest(
     experts: CheckpointExperts, fingerprint: str, folder: Path, progress: Progress | None = None
 ) -> list[Path]:
     """Write all but the experts of a quantized checkpoint to safetensors files in ``folder``, with an index, unless
-    they exist.
+    they exist. ``experts`` are those of all layers.
 
     Returns the files. ``fingerprint`` is the checkpoint's from before its headers were read. Raises ``StoreError`` for
     damaged files, a checkpoint that changed, and a full disk.
     """
-    # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))
     files = dense_files(tensors_of(experts, model), MAX_FILE_BYTES)
     fingerprint_now = functools.partial(fingerprint_of, key_mapping=experts.key_mapping)
