@@ -15,6 +15,7 @@ from tiny_models import TINY_MODELS
 from transformers import activations
 
 import torch_mesh
+from torch_mesh import UnsupportedModelError
 from torch_mesh.models.activations import SWIGLUOAI, Gate, gate_named, limit_before_silu
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
@@ -75,6 +76,14 @@ def test_an_id_that_is_no_expert_is_an_error_except_as_a_sentinel(activation: st
         skipped = module(x, beyond, weights)
         weights[1, 1] = 0
         torch.testing.assert_close(skipped, module(x, torch.tensor([[0, 1], [2, 3]]), weights))
+
+
+def test_a_known_gate_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run as plain silu."""
+    model = TINY_MODELS["GptOssExperts"].build()
+    monkeypatch.delattr(type(find_experts(model)[0].module), "_apply_gate")
+    with pytest.raises(UnsupportedModelError, match="GptOssExperts of transformers .* has no gate of its own"):
+        find_experts(model)
 
 
 def test_another_activation_runs_unfused() -> None:

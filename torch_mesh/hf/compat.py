@@ -39,6 +39,7 @@ def names_of(
 _PEFT = "peft>=0.21"
 NAMES: tuple[Name, ...] = (
     *names_of("transformers.integrations.moe", "_default_apply_gate"),
+    *names_of("transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts", "_apply_gate"),
     # Older ones divide experts by another interface, which torch_mesh refuses.
     *names_of("transformers.integrations.moe", "_is_expert_parallel", versions="transformers>=5.18", in_source=True),
     *names_of("transformers.modeling_utils", "get_hf_quantizer", "get_model_conversion_mapping"),
@@ -80,6 +81,19 @@ NAMES: tuple[Name, ...] = (
 default_apply_gate = moe._default_apply_gate
 OLD_FORWARD = "_old_forward"  # accelerate's hooks keep the wrapped forward there
 EXPERT_PARALLEL = "_is_expert_parallel"
+
+
+def own_gate(module: Any) -> Any:
+    """The gate of an experts module, a function of ``gate_up``; None if it has none."""
+    return getattr(module, "_apply_gate", None)
+
+
+def gate_definer(kind: type) -> type | None:
+    """The class among ``kind`` and its bases that defines the gate; None if it is the default one."""
+    owner = next((each for each in kind.__mro__ if "_apply_gate" in vars(each)), None)
+    return None if owner is None or vars(owner)["_apply_gate"] is default_apply_gate else owner
+
+
 FIND_FILES = "_get_resolved_checkpoint_files"  # a function of transformers.modeling_utils
 
 

@@ -51,7 +51,7 @@ def check_divisible(
         named.append(f"{experts} experts cannot be divided evenly among {ranks} ranks")
     if others := unpooled_layers(model):
         named.append(f"{others[0].path} has experts of another shape than {layers[0].path}, and a pool holds one shape")
-    if any(not hasattr(layer.module, "_is_expert_parallel") for layer in layers):
+    if any(not hasattr(layer.module, EXPERT_PARALLEL) for layer in layers):
         named.append(f"{type(layers[0].module).__name__} knows no expert parallelism in transformers")
     if _OWN_EXPERTS in dispatches(model):
         named.append(f"ep_implementation={_OWN_EXPERTS!r} computes experts by a kernel of its own")

@@ -20,7 +20,7 @@ from transformers import activations
 
 from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.formats import ExpertSizes
-from torch_mesh.hf.compat import default_apply_gate, wrap
+from torch_mesh.hf.compat import default_apply_gate, gate_definer, own_gate, wrap
 from torch_mesh.models.activations import gate_named, limit_before_silu, softcap, swiglu
 from torch_mesh.models.expert_range import EXPERT_RANGE, ExpertRange
 
@@ -44,9 +44,9 @@ def _softcapped(module: Any) -> str:
     return softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap)
 
 
-# What a class's own ``_apply_gate`` computes, as the fused kernel's activation; None if it is none of these. Keyed by
-# the class that defines it, so that an override is not mistaken for its base. An unlisted gate runs itself, between two
-# calls of grouped_linear.
+# What a class's own gate (``gate_definer``) computes, as the fused kernel's activation; None if it is none of these.
+# Keyed by the class that defines it, so that an override is not mistaken for its base. An unlisted gate runs itself,
+# between two calls of grouped_linear.
 ADAPTERS: dict[str, Callable[[Any], str | None]] = {
     # The default gate computed in float32, as the fused kernel does anyway.
     "BeamExperts": lambda module: _activation_name(module.act_fn),
@@ -331,7 +331,8 @@ def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
         return module.act_fn(gate_up)
     if not getattr(module, "is_concatenated", True):  # its own gate expects its own column order
         gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-    return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else default_apply_gate(module, gate_up)
+    gate = own_gate(module)
+    return default_apply_gate(module, gate_up) if gate is None else gate(gate_up)
 
 
 class InPool:
@@ -592,8 +593,14 @@ def _top_k(path: str, config: Any) -> int:
 
 
 def _activation(module: Any) -> str | None:
-    owner = next((cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls)), None)
-    if owner is None or vars(owner)["_apply_gate"] is default_apply_gate or not getattr(module, "has_gate", True):
+    owner = gate_definer(type(module))
+    adapted = next((each.__name__ for each in type(module).__mro__ if each.__name__ in ADAPTERS), None)
+    if owner is None and adapted is not None:
+        raise UnsupportedModelError(
+            f"{adapted} of transformers {transformers.__version__} has no gate of its own where torch_mesh expects "
+            "one: upgrade torch_mesh, or install another version of transformers."
+        )
+    if owner is None or not getattr(module, "has_gate", True):
         return _activation_name(module.act_fn)
     named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
     if named is not None:
