@@ -80,8 +80,8 @@ class MeshConfig(ConfigFields, QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config from a checkpoint's config.json, which the environment overrides. Warns about fields that a
-        checkpoint may not set."""
+        """The config from a checkpoint's config.json, which the environment overrides. Warns about unknown fields, as a
+        later release may write them, and about those that a checkpoint may not set."""
         own = {name: value for name, value in stored.items() if name != "quant_method"}
         layers = own.pop("early_layers", None)
         if layers is not None:  # an earlier release wrote two numbers
@@ -93,7 +93,14 @@ class MeshConfig(ConfigFields, QuantizationConfigMixin):
                     f"The checkpoint's config.json sets {name}, which was removed and is ignored: {replacement}.",
                     stacklevel=2,
                 )
-        flat = _flat(own, stored=True)
+        unknown = [name for name in own if name not in {*FIELDS, *GROUPS}]
+        if unknown:
+            warnings.warn(
+                f"The checkpoint's config.json sets {', '.join(unknown)}, which this release does not know and ignores: "
+                "upgrade torch_mesh, or remove the entry.",
+                stacklevel=2,
+            )
+        flat = _flat({name: value for name, value in own.items() if name not in unknown}, stored=True)
         refused = [FIELDS[name] for name, value in flat.items() if not FIELDS[name].is_of_checkpoint(value)]
         if refused:
             warnings.warn(

@@ -169,8 +169,9 @@ def test_a_checkpoint_sets_its_own_fields_and_none_of_this_machine() -> None:
             with pytest.warns(UserWarning, match=f"config.json sets {name}, which is ignored.* or {field.variable}"):
                 assert MeshConfig.of_checkpoint({"quant_method": "mesh", **stored}) == MeshConfig()
     assert set(MeshConfig.from_dict(OF_THIS_MACHINE).to_dict()) == {"quant_method", *OF_CHECKPOINT}
-    with pytest.raises(ValueError, match="no field 'polcy'"):
-        MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru"})
+    with pytest.warns(UserWarning, match=r"config.json sets polcy, which this release does not know .* upgrade"):
+        config = MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru", "weights": "int4"})
+    assert config == MeshConfig.of_checkpoint({"weights": "int4"})
 
 
 def test_a_checkpoint_with_the_fields_of_earlier_builds_opens() -> None:
