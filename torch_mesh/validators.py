@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 from torch_mesh.formats import is_passthrough
@@ -28,11 +29,12 @@ def parse_size(value: str | int, field: str) -> int:
     """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``. Raises ValueError, naming ``field`` and the
     allowed values."""
     size = 0
+    value = _of_python(value)
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str):
         match = _SIZE.fullmatch(value.strip().lower())
-        if match and match[2] in _UNITS:
+        if match and match[2] in _UNITS and (_UNITS[match[2]] > 1 or match[1].isdigit()):
             size = int(float(match[1]) * _UNITS[match[2]])
     if size > _MAX_BYTES:
         raise ValueError(
@@ -173,6 +175,7 @@ def early_experts(name: str, value: Any) -> str | tuple[int, int]:
 
 @partial(Values, '`"auto"`, a size such as `"8GiB"`, bytes, or a fraction of all experts in (0, 1]')
 def resident(name: str, value: Any) -> str | float:
+    value = _of_python(value)
     if value == "auto":
         return value
     if isinstance(value, str) and re.fullmatch(r"[01]?\.\d+|[01]", value.strip()):
@@ -194,12 +197,14 @@ def resident(name: str, value: Any) -> str | float:
 
 @partial(Values, 'a size such as `"256MiB"`, or bytes')
 def size(name: str, value: Any) -> str | int:
+    value = _of_python(value)
     parse_size(value, name)
     return value
 
 
 @partial(Values, '`"auto"`, `"off"`, a size such as `"1GiB"`, or names')
 def tables(name: str, value: Any) -> str | int | tuple[str, ...]:
+    value = _of_python(value)
     if isinstance(value, str) and value in ("auto", "off"):
         return value
     if isinstance(value, int) or (isinstance(value, str) and value.strip()[:1].isdigit()):
@@ -261,6 +266,7 @@ class _Mask(tuple[tuple[bool, ...], ...]):
 def placed_experts(name: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
     if isinstance(value, str) and value == "auto":  # comparing a mask would be elementwise
         return value
+    value = _of_python(value)
     if isinstance(value, int | str) and (number := _whole(value)) is not None:
         return number
     rows = value.tolist() if hasattr(value, "tolist") else value
@@ -293,6 +299,13 @@ def shown(value: Any) -> str:
     if value is None:
         return "none"
     return f'`"{value}"`' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _of_python(value: Any) -> Any:
+    """``value``, which may be a number of numpy."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _whole(value: Any) -> int | None:

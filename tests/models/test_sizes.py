@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ def test_a_size_beyond_any_machine_is_a_value_error(field: str, value: str | int
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 400, "9" * 400 + "GB", "1." + "9" * 400, "٣GiB", b"8GiB", 1.5, -(2**70), None, []]
+    "value", ["9" * 400, "9" * 400 + "GB", "1." + "9" * 400, "٣GiB", b"8GiB", 1.5, "256.9", "256.5 B", -(2**70), None, []]
 )
 def test_a_malformed_size_is_a_value_error(value: object) -> None:
     with pytest.raises(ValueError, match="workspace=.* is not a size"):
@@ -33,6 +34,13 @@ def test_a_malformed_size_is_a_value_error(value: object) -> None:
 def test_a_number_beyond_any_model_is_a_value_error(group: str, field: str, value: str | int) -> None:
     with pytest.raises(ValueError, match=f"{group}.{field}"):
         torch_mesh.MeshConfig(**{group: {field: value}})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = torch_mesh.MeshConfig(workspace=np.int64(1 << 20), resident=np.float32(0.5), gpu={"experts": np.int32(2)})
+    assert (config.workspace, config.resident, config.gpu.experts) == (1 << 20, 0.5, 2)
+    assert type(config.workspace) is type(config.gpu.experts) is int
+    assert torch_mesh.MeshConfig(resident=np.uint64(1 << 30)).resident == parse_size(np.int64(1 << 30), "x") == 1 << 30
 
 
 def test_the_largest_workspace_size_works() -> None:
