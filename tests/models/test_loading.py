@@ -583,3 +583,9 @@ def test_a_quantization_config_nested_in_a_config_is_found(nested: dict, tmp_pat
     path.write_text(json.dumps(config | {"some_config": {"text_config": nested}}))
     with pytest.raises((UnsupportedModelError, StoreError), match=r"modelopt|is not an object"):
         _open(tmp_path / "raw", resident=0.5)
+
+
+def test_only_the_hubs_cache_has_snapshots(tmp_path: Path) -> None:
+    assert checkpoint_source._snapshot_of(tmp_path / "snapshots" / "mine" / "model.safetensors") is None
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0"
+    assert checkpoint_source._snapshot_of(snapshot / "Q8" / "model.gguf") == snapshot

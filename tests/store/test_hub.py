@@ -82,6 +82,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseExcept
         (errno.EMFILE, "ulimit -n"),
         (errno.ENFILE, "fs.file-max"),
         (errno.EIO, "dmesg"),
+        (errno.ENOTDIR, "a part of that path is a file"),
+        (errno.ENAMETOOLONG, "a folder with a shorter path"),
     ],
 )
 def test_errors_of_the_disk_or_the_system_keep_their_class(

@@ -421,7 +421,8 @@ def fetch_missing(paths: Iterable[Path], hub_arguments: Mapping[str, Any]) -> No
 
 def _snapshot_of(path: Path) -> Path | None:
     """The snapshot in the hub's cache that ``path`` is in, also in a folder of it."""
-    return next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
+    of_cache = (folder for folder in path.parents if folder.parent.name == "snapshots")
+    return next((folder for folder in of_cache if folder.parents[1].name.startswith("models--")), None)
 
 
 def _name_of(model: PreTrainedModel) -> str:

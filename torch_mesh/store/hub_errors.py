@@ -35,6 +35,10 @@ _OF_THIS_MACHINE = {
     errno.EROFS: _MORE_RIGHTS,
     errno.EMFILE: "close some, or raise the limit of this process (ulimit -n)",
     errno.ENFILE: "close some, or raise the limit of the machine (sysctl fs.file-max)",
+    errno.ENOTDIR: "a part of that path is a file: move it away, or {choose} another folder",
+    errno.EISDIR: "that is a folder, where a file has to be: move it away, or {choose} another folder",
+    errno.ENAMETOOLONG: "{choose} a folder with a shorter path",
+    errno.ELOOP: "a link there leads back to itself: remove it, or {choose} another folder",
     errno.EIO: "look at the kernel's log (dmesg), or {choose} a folder on another disk",
 }
 
@@ -45,7 +49,7 @@ def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], v
     variable that moves the folder; None if it is beside the destination.
 
     Raises ``HubError`` for the hub's answers and connection errors, and an ``OSError`` of the same number for a full or
-    broken disk, missing permissions, and too many open files.
+    broken disk, missing permissions, impossible paths, and too many open files.
     """
     try:
         yield
