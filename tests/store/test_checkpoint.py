@@ -232,6 +232,13 @@ def test_fp8_without_a_config_that_says_so_is_refused(tmp_path: Path) -> None:
         find(tmp_path)
 
 
+def test_a_quantized_kv_cache_alone_is_no_quantization(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    assert find(tmp_path).quantization is None
+
+
 def test_mapping_that_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, "qwen3_moe")
 

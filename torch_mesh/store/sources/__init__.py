@@ -143,6 +143,8 @@ def own_quantization(folder: Path) -> dict[str, Any] | None:
         declared = read_json_file(path, floats=True)
         if not isinstance(declared, dict) or not isinstance(declared.get("quantization"), dict):
             raise store_error(path, "has no object 'quantization'")
+        if declared["quantization"].get("quant_algo") is None and not declared["quantization"].get("quantized_layers"):
+            return None  # of the KV cache alone
         return {"quant_method": "modelopt", **declared["quantization"]}
     for name, method in _BESIDE_CONFIG.items():
         if (folder / name).is_file() and _has_packed_words(folder):
@@ -168,7 +170,8 @@ def check_unquantized(folder: Path, headers: Sequence[Header]) -> None:
                 raise UnsupportedModelError(
                     f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantized weight, but neither a "
                     f"quantization_config of {folder}/config.json nor any of {others} beside it describes its "
-                    "quantization. Use the config.json that belongs to these weights, or the unquantized original."
+                    "quantization. Use the config.json that belongs to these weights, or the unquantized original. Of a "
+                    "model of the hub transformers fetches none of these files beside: download all of it (hf download)."
                 )
 
 
