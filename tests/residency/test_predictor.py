@@ -297,6 +297,17 @@ def test_the_command_runs_as_many_tokens_as_it_may(mesh_tiny: Path, tmp_path: Pa
     assert 1000 <= sum(tokens) <= 1001 and max(tokens) <= length
 
 
+def test_documents_beyond_enough_tokens_are_not_tokenized() -> None:
+    seen = []
+
+    def tokenizer(text: str, verbose: bool) -> dict[str, list[int]]:
+        seen.append(text)
+        return {"input_ids": [1] * 8}
+
+    assert len(token_sequences(tokenizer, ["a", "b", "c"], 8, 12)) == 2
+    assert seen == ["a", "b"]
+
+
 def test_the_printed_path_is_taken_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
     for name in ("predictor", "auto"):

@@ -44,6 +44,8 @@ def token_sequences(tokenizer: Any, documents: Sequence[str], length: int, token
 
     sequences = []
     for document in documents:
+        if tokens < _SHORTEST:
+            break
         ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
         for part in ids.split(length):
             if len(part[:tokens]) >= _SHORTEST:
