@@ -290,8 +290,8 @@ class ConfigFields:
     store: str | None = _field(
         None,
         path("folder"),
-        "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are "
-        "converted once into the cache folder. For `patch` a new folder.",
+        "Folder of the packed experts. None: raw bf16, and [codes that records hold](checkpoints.md) are read from the "
+        "checkpoint's own files, other formats are converted once into the cache folder. For `patch` a new folder.",
     )
     io: str = _field(
         "auto",
