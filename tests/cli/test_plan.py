@@ -25,6 +25,7 @@ from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
 from torch_mesh.formats import FORMATS, ROUNDED_FORMATS
 from torch_mesh.planning import machine
+from torch_mesh.planning import sizes as sizes_module
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
 from torch_mesh.planning.machine import disk_speed, huge_pages, measure_formats, measure_speeds
 from torch_mesh.planning.plan import Plan, plan
@@ -156,7 +157,7 @@ def test_a_peak_above_the_memory_is_named(mesh_tiny: Path) -> None:
 
 def test_a_peak_while_loading_is_no_matter_of_the_workspace(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dataclasses.replace(find_sizes(mesh_tiny, MeshConfig()), dense_bytes_loading=1 << 34)
-    monkeypatch.setattr("torch_mesh.planning.plan.find_sizes", lambda *_, **__: sizes)
+    monkeypatch.setattr("torch_mesh.planning.sizes.LocatedModel.sizes", lambda *_, **__: sizes)
     advice = status_of(mesh_tiny, 0.25, 1 << 33).advice
     assert "While the rest of the model is loaded" in advice and advice.endswith("above the memory: give more memory.")
 
@@ -326,6 +327,14 @@ def test_a_known_overlap_refines_the_expected_hit_rate(mesh_tiny: Path, capsys: 
     for overlap, resident in ((0.05, 0.25), (0.99, 0.25), (2, 1.0)):
         with pytest.raises(ValueError, match=r"overlap must be between chance, 0\.125, and 0\.95"):
             plan(mesh_tiny, MeshConfig(resident=resident), overlap=overlap)
+
+
+def test_alternatives_are_planned_from_one_located_model(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    located = []
+    find = sizes_module.find_checkpoint_experts
+    monkeypatch.setattr(sizes_module, "find_checkpoint_experts", lambda *given: located.append(0) or find(*given))
+    assert len(plan(mesh_tiny, MeshConfig(resident=0.5)).dense_choices) == 2
+    assert len(located) == 1
 
 
 def test_speeds_are_measured(store: Path) -> None:

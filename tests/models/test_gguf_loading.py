@@ -22,7 +22,7 @@ from torch_mesh.modules.dense import MeshLinear, PlainLinear
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.patching import checkpoint_source
 from torch_mesh.planning.formats import dense_choices
-from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.planning.sizes import find_sizes, locate
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_codes import is_codes_file
@@ -192,7 +192,7 @@ def test_linear_layers_keep_the_codes_of_the_file(tmp_path: Path) -> None:
     plain = [each for name, each in model.named_parameters() if type(each) is torch.nn.Parameter]
     sizes = find_sizes(made.path, MeshConfig(dense="codes"))
     assert sizes.dense_bytes == held + sum(each.nbytes for each in plain) and sizes.dense_format == "q4_k"
-    assert [choice.dense for choice in dense_choices(made.path, MeshConfig(), None, None)] == ["codes", "int8", "int4"]
+    assert [choice.dense for choice in dense_choices(locate(made.path), MeshConfig(), None, None)] == ["codes", "int8", "int4"]
     # The same values may be loaded into a layer of codes. Other values have no codes.
     model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16()}, strict=False)
     with pytest.raises(RuntimeError, match="Other values than those of q6_k"):
@@ -248,7 +248,7 @@ def test_dense_codes_needs_a_gguf_file_with_codes(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "floats.gguf", "qwen3moe", {"_exps": "Q8_0"})
     with pytest.raises(UnsupportedModelError, match="This model has none in a type"):
         _open(tmp_path / "floats.gguf", "auto", dense="codes")
-    choices = dense_choices(tmp_path / "floats.gguf", MeshConfig(), None, None)
+    choices = dense_choices(locate(tmp_path / "floats.gguf"), MeshConfig(), None, None)
     assert [choice.dense for choice in choices] == ["int8", "int4"]
 
 
@@ -261,7 +261,7 @@ def test_a_store_keeps_the_codes_of_linear_layers(tmp_path: Path) -> None:
     assert _linears(stored) == _linears(raw) and torch.equal(_logits(stored), _logits(raw))
     sizes = [find_sizes(path, MeshConfig(dense="codes", weights="int8")) for path in (made.path, store.folder)]
     assert sizes[0].dense_bytes == sizes[1].dense_bytes and sizes[1].dense_format == "q4_k"
-    choices = dense_choices(store.folder, MeshConfig(), None, None)
+    choices = dense_choices(locate(store.folder), MeshConfig(), None, None)
     assert [choice.dense for choice in choices] == ["codes", "int8", "int4"]
     held = {"q4_k": 0, "q6_k": 0}
     for linear in map(stored.get_submodule, _linears(stored)):

@@ -13,7 +13,7 @@ from torch_mesh.formats import BF16_ERROR, DENSE_FORMATS, FORMATS, ROUNDED_FORMA
 from torch_mesh.modules.dense import CODES
 from torch_mesh.planning.fitting import fitting_slots
 from torch_mesh.planning.hit_rates import HitRate, known_or_expected
-from torch_mesh.planning.sizes import Sizes, find_sizes
+from torch_mesh.planning.sizes import LocatedModel, Sizes
 from torch_mesh.planning.token_time import Speeds, token_seconds
 from torch_mesh.store.convert import checked_group_size
 from torch_mesh.store.dense_codes import stored_codes
@@ -55,16 +55,17 @@ class FormatChoice:
 
 
 def dense_choices(
-    folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None, *, vocabularies: bool = False
+    located: LocatedModel, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None, *, vocabularies: bool = False
 ) -> Iterator[DenseChoice]:
     """``dense`` in fewer bits, read at the same speed, with the same experts resident. ``vocabularies``: as for
-    ``find_sizes``."""
+    ``LocatedModel.sizes``."""
     if config.dense == CODES or (config.dense in DENSE_FORMATS and not FORMATS[config.dense].holds_bf16):
         return
+    folder = located.folder
     has_codes = bool(stored_codes(folder)) if is_store(folder) else is_gguf(folder)
     for dense in (*((CODES,) if has_codes else ()), "int8", "int4"):
         try:
-            sizes = find_sizes(folder, config.replace(dense=dense), vocabularies=vocabularies)
+            sizes = located.sizes(config.replace(dense=dense), vocabularies=vocabularies)
         except UnsupportedModelError:  # no linear layer of the rest is large enough, or in such codes
             continue
         if sizes.dense_bytes is None:

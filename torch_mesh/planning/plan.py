@@ -33,7 +33,7 @@ from torch_mesh.planning.formats import (
 )
 from torch_mesh.planning.hit_rates import HitRate, known_or_expected
 from torch_mesh.planning.ranks import RankPlan, check_ranks, divided
-from torch_mesh.planning.sizes import Sizes, fallback_record_bytes, find_sizes
+from torch_mesh.planning.sizes import Sizes, fallback_record_bytes, locate
 from torch_mesh.planning.token_time import Speeds, token_seconds
 from torch_mesh.routing.synthetic import check_overlap
 from torch_mesh.store.manifest import is_store
@@ -114,12 +114,13 @@ def plan(
     ``profile``, which it does not open; ValueError for an impossible overlap, for settings that exclude ranks, and for
     a GPU if the size of the rest of the model is unknown.
     """
-    sizes = find_sizes(folder, config)
+    located = locate(folder)
+    sizes = located.sizes(config)
     process = anonymous_bytes()
     whole = memory if memory is not None else process + available_bytes()
     vocabularies = ranks == 1 and card is None and vocabulary_stays_in_files(sizes, config, whole - process)
     if vocabularies:
-        sizes = find_sizes(folder, config, vocabularies=True)
+        sizes = located.sizes(config, vocabularies=True)
     of_ranks = None
     if ranks > 1:
         check_ranks(sizes, config, ranks, overlap, card)
@@ -150,7 +151,7 @@ def plan(
         choices = tuple(format_choices(sizes, config, available, speeds, format_speeds or {}, overlap))
     dense: tuple[DenseChoice, ...] = ()
     if gpu is None and of_ranks is None:
-        dense = tuple(dense_choices(folder, config, rate, speeds, vocabularies=vocabularies))
+        dense = tuple(dense_choices(located, config, rate, speeds, vocabularies=vocabularies))
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     peak = peak_bytes(sizes_in_memory, config, process, slots, fallback_bytes + gpu_pool)
     if peak is not None and peak > whole:

@@ -29,7 +29,7 @@ from torch_mesh.store.checkpoint import (
 from torch_mesh.store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.manifest import Shape, is_store, open_store
+from torch_mesh.store.manifest import Manifest, Shape, is_store, open_store
 from torch_mesh.store.mirrors import check_mirrors
 from torch_mesh.store.tables import StoredTable, tables_in_files
 
@@ -78,30 +78,56 @@ class Sizes:
 
 
 def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) -> Sizes:
-    """The sizes of the model in ``folder`` with ``config``, from headers, config and manifest alone.
+    """The sizes of the model in ``folder`` with ``config``. Arguments and errors: ``locate`` and ``LocatedModel.sizes``."""
+    return locate(folder).sizes(config, vocabularies=vocabularies)
 
-    ``vocabularies``: input embeddings stay in files too, as ``vocabulary_stays_in_files`` says.
 
-    Raises FileNotFoundError, StoreError, UnsupportedModelError and ValueError as loading would.
+def locate(folder: Path) -> LocatedModel:
+    """Locate the model in ``folder``, from headers, config and manifest alone.
+
+    Raises FileNotFoundError, StoreError and UnsupportedModelError as loading would.
     """
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
-    check_mirrors(config.mirrors, config.io)
-    of_folder = _store_sizes if is_store(folder) else _checkpoint_sizes
-    return of_folder(folder, config, vocabularies)
+    if is_store(folder):
+        manifest = open_store(folder).manifest
+        model = meta_model(read_config(folder)) if (folder / "config.json").is_file() else None
+        return LocatedModel(folder, manifest, model, None)
+    checkpoint_files(folder)  # raises for missing weights before the config is read
+    model = meta_model(read_config(folder))
+    return LocatedModel(folder, None, model, find_checkpoint_experts(folder, model))
 
 
-def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
-    manifest = open_store(folder).manifest
+@dataclass(frozen=True)
+class LocatedModel:
+    """A model on the meta device, and the manifest of its store or its experts in a checkpoint."""
+
+    folder: Path
+    manifest: Manifest | None
+    model: Any  # None: a store of records only
+    experts: CheckpointExperts | None
+
+    def sizes(self, config: MeshConfig, *, vocabularies: bool = False) -> Sizes:
+        """The sizes with ``config``.
+
+        ``vocabularies``: input embeddings stay in files too, as ``vocabulary_stays_in_files`` says. Raises
+        UnsupportedModelError, StoreError and ValueError as loading would.
+        """
+        check_mirrors(config.mirrors, config.io)
+        if self.manifest is not None:
+            return _store_sizes(self.folder, self.manifest, self.model, config, vocabularies)
+        assert self.experts is not None
+        return _checkpoint_sizes(self.folder, self.experts, self.model, config, vocabularies)
+
+
+def _store_sizes(folder: Path, manifest: Manifest, model: Any, config: MeshConfig, vocabularies: bool) -> Sizes:
     manifest.check_format(folder, config.weights, config.given_group_size)
     dense: _Rest | None = None
     tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None
     shape = manifest.shape
-    if (folder / "config.json").is_file():
-        described = read_config(folder)
-        dtype = getattr(described.get_text_config(), "dtype", None)
-        model = meta_model(described)
+    if model is not None:
+        dtype = getattr(model.config.get_text_config(), "dtype", None)
         layers = find_experts(model)
         tables = tables_in_files(folder, model, config.tables, vocabularies=vocabularies)
         blocks = codes_of_store(folder, model) if config.dense == CODES else None
@@ -114,11 +140,10 @@ def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
     return _sizes(shape, manifest.weights, manifest.group_size, dense, others, tables, config, files)
 
 
-def _checkpoint_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
-    checkpoint_files(folder)  # raises for missing weights before the config is read
-    model = meta_model(read_config(folder))
+def _checkpoint_sizes(
+    folder: Path, experts: CheckpointExperts, model: Any, config: MeshConfig, vocabularies: bool
+) -> Sizes:
     layers = find_experts(model)
-    experts = find_checkpoint_experts(folder, model)
     blocks = codes_of_checkpoint(experts, model) if config.dense == CODES else None
     check_dense(config.dense, blocks)
     unconverted = config.store is None
