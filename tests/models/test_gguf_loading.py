@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.gguf_model import blocks_of_rest
 from torch_mesh.store.inspect import describe
-from torch_mesh.store.manifest import open_store
+from torch_mesh.store.manifest import is_store, open_store
 from torch_mesh.store.verify import verify
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
@@ -122,18 +121,27 @@ def test_auto_names_its_choice_and_bf16_is_the_dtype(tmp_path: Path) -> None:
     assert _difference(_logits(model), _logits(made.model)) <= ROUNDED
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_experts_are_read_from_the_file_itself(dtype: torch.dtype, tmp_path: Path, cache: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "BF16"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "weights='auto'|.* rounded")
+        model = _open(made.path, "auto", dtype=dtype)
+    assert model.config.quantization_config.weights == "bf16"
+    assert not list(cache.glob("stores/*/mesh_manifest.json"))
+    stored = _open(convert(made.path, tmp_path / "store", "bf16").store.folder, "auto", dtype=dtype)
+    assert torch.equal(_logits(model), _logits(stored))
+    model.save_pretrained(tmp_path / "saved")
+    assert not is_store(tmp_path / "saved")
+
+
 def test_stores_of_bf16_experts_are_in_bf12(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "BF16"})
-    with pytest.warns(UserWarning, match="experts to bf12, which holds every value exactly"):
-        convert(made.path, tmp_path / "converted", "auto")
+    convert(made.path, tmp_path / "converted", "auto")
     assert find_sizes(made.path, MeshConfig(store=str(tmp_path / "planned"))).weights == "bf12"
-    models = [_open(made.path, "auto")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        models.append(_open(made.path, "auto", store=str(tmp_path / "store")))
-    assert [re.findall("experts to (\\w+)", str(each.message)) for each in caught if "'auto'" in str(each.message)] == [
-        ["bf12"]
-    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "weights='auto'|.* rounded")  # nothing is rounded
+        models = [_open(made.path, "auto"), _open(made.path, "auto", store=str(tmp_path / "store"))]
     for folder, model in zip(("converted", "store"), models, strict=True):
         assert open_store(tmp_path / folder).manifest.weights == "bf12"
         assert torch.equal(_logits(model), _logits(_open(tmp_path / folder, "auto")))
@@ -192,7 +200,11 @@ def test_linear_layers_keep_the_codes_of_the_file(tmp_path: Path) -> None:
     plain = [each for name, each in model.named_parameters() if type(each) is torch.nn.Parameter]
     sizes = find_sizes(made.path, MeshConfig(dense="codes"))
     assert sizes.dense_bytes == held + sum(each.nbytes for each in plain) and sizes.dense_format == "q4_k"
-    assert [choice.dense for choice in dense_choices(locate(made.path), MeshConfig(), None, None)] == ["codes", "int8", "int4"]
+    assert [choice.dense for choice in dense_choices(locate(made.path), MeshConfig(), None, None)] == [
+        "codes",
+        "int8",
+        "int4",
+    ]
     # The same values may be loaded into a layer of codes. Other values have no codes.
     model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16()}, strict=False)
     with pytest.raises(RuntimeError, match="Other values than those of q6_k"):

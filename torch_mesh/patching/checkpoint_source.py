@@ -148,7 +148,7 @@ class _RawSource(CheckpointSource):
         self._name = os.path.basename(os.path.abspath(_name_of(model)))
         self._raw = experts.reads_as(weights, group_size) and config.store is None
         # A store does not record the checkpoint's dtype.
-        from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
+        from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and experts.read_dtype == "bf16")
         super().__init__(layers, config, weights, group_size, exact=FORMATS[weights].holds_bf16 and from_bf16)
 
     def prepare(self) -> None:
@@ -181,11 +181,9 @@ class _RawSource(CheckpointSource):
             )
 
     def _raw_records(self, weights: str, group_size: int) -> Records:
-        if FORMATS[weights].holds_bf16 and self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
-            warnings.warn(
-                f"The experts of {self._experts.folder} are {self._experts.dtype} and are rounded to bf16.",
-                stacklevel=2,
-            )
+        dtype = self._experts.read_dtype
+        if FORMATS[weights].holds_bf16 and dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
+            warnings.warn(f"The experts of {self._experts.folder} are {dtype} and are rounded to bf16.", stacklevel=2)
         count = len(self._layers)
         return Records(weights, group_size, count, list(range(count)), self._experts.source_arguments(), store=None)
 

@@ -27,7 +27,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.formats import format_of_layer
+from torch_mesh.formats import FORMATS, format_of_layer
 from torch_mesh.models.families import (
     ExpertsLayer,
     ExpertTensors,
@@ -67,7 +67,7 @@ class CheckpointExperts:
     modules, ``names`` the tensors that hold experts; ``other_tensors`` are all others, by file.
 
     For a quantized checkpoint, ``weights`` are all weights, and ``extents`` refer to them as if they were fp32;
-    ``kept`` locates codes and scales, if a record can hold them.
+    ``kept`` locates codes and scales, or values in bf16, if a record can hold them.
     """
 
     folder: Path
@@ -91,6 +91,11 @@ class CheckpointExperts:
         experts = self._of_experts()
         quantized = [weight for weight in experts if not weight.is_plain]  # the others are biases
         return ", ".join(sorted({weight.layout.title for weight in quantized or experts}))
+
+    @property
+    def read_dtype(self) -> str:
+        """The dtype of unquantized values in the files."""
+        return self.dtype if self.kept is None else self.kept.dtype
 
     @property
     def expert_bytes(self) -> int:
@@ -138,7 +143,7 @@ class CheckpointExperts:
 
     def nearest(self) -> Nearest:
         """The format of ours nearest to that of the experts."""
-        if self.kept is not None:
+        if self.kept is not None and not FORMATS[self.kept.weights].holds_bf16:
             rounded = f"with scales rounded to bf16, by about {self.kept.error:.2%}"
             scales = rounded if self.kept.error else "and scales as they are"
             return Nearest(

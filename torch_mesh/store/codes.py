@@ -68,8 +68,8 @@ def kept_codes(
     extents: npt.NDArray[np.int64],
     raw_views: Mapping[str, RawView],
 ) -> KeptCodes | None:
-    """Codes of experts with values at ``extents`` and ``raw_views`` (``CheckpointExperts``); None if no single record
-    format holds them all."""
+    """Codes of experts with values at ``extents`` and ``raw_views`` (``CheckpointExperts``), or the values if they are in
+    bf16; None if no single record format holds them all."""
     layers, experts = extents.shape[:2]
     layouts = _layouts(weights, extents)
     every = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}
@@ -80,7 +80,9 @@ def kept_codes(
         "BF16"
     }
     held = None
-    if None not in codes:
+    if codes == [None] and dtypes == {"BF16"}:
+        held = "bf16", FORMATS["bf16"].group_sizes, 0.0
+    elif None not in codes:
         every_codes = [each for each in codes if each is not None]
         held = record_of(every_codes) or _mixture_of(
             [_formats_in(pieces[layout], raw_views) for layout in layouts], layers
