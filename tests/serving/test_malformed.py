@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import transformers
 from posts import post
 
 from torch_mesh.serving import requests
@@ -163,12 +162,7 @@ def test_null_fields_count_as_absent(path: str, server: Any) -> None:
     assert post(server, path, dict.fromkeys(optional) | needed)[0] == 200
 
 
-_decides = pytest.mark.skipif(
-    not hasattr(transformers, "DecisionPipeline"), reason="this transformers serves no decisions"
-)
-
-
-@pytest.mark.parametrize("path", [*CASES, pytest.param("/v1/systemone", marks=_decides), "/load_model"])
+@pytest.mark.parametrize("path", [*CASES, "/load_model"])
 def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
     for body in (b"", b"{", b"[1]", b'"x"', b"7", b"null", b"\xff", b"[" * 2000, b'{"prompt": "a"', b"{'prompt': 'a'}"):
         _error(post(server, path, body))
@@ -205,14 +199,6 @@ def test_fields_that_are_not_of_the_api_are_refused(path: str, server: Any) -> N
 def test_unknown_paths_and_methods(server: Any) -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/audio/transcriptions", 404), ("/v1/models", 405)):
         assert path in _error(post(server, path, {}), status)["message"]
-
-
-@_decides
-def test_invalid_decision_requests(server: Any) -> None:
-    answer = post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
-    assert _error(answer, 404)["code"] == "model_not_found"
-    answer = post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})
-    assert _error(answer)["param"] == "questions"
 
 
 def test_an_error_of_the_template_names_the_messages_field(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

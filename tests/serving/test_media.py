@@ -11,7 +11,7 @@ from posts import answer_of, post
 
 from torch_mesh import MeshConfig
 
-CHAT, RESPONSES, MESSAGES, DECISIONS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/systemone"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -205,32 +205,3 @@ def test_variables_of_the_template_are_no_media(server: Any, processor: Processo
         status, answer = post(server, CHAT, body)
         assert status == 400 and answer["error"]["param"] == "chat_template_kwargs" and name in str(answer)
     assert processor.opened == []
-
-
-def test_pictures_of_decisions(server: Any, fetches: bool, files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_mesh.serving.decisions import Decisions, is_available
-
-    if not is_available():
-        pytest.skip("this transformers serves no decisions")
-    asked: list[Any] = []
-
-    def preprocess(_: Any, request: Any) -> Any:
-        asked.append(request["assets"])
-        raise ValueError("it is a stub")
-
-    stub = type("Pipeline", (), {"preprocess": preprocess})
-    monkeypatch.setattr(Decisions, "_pipeline", lambda _: stub())
-    body = {"state": "img", "questions": {"a": {"type": "noul"}}}
-    address = "http://localhost/a.png"
-    for asset in (*files, "", 7, None, {}, {"data_base64": 7}, *(() if fetches else (address,))):
-        status, answer = post(server, DECISIONS, body | {"assets": {"img": asset}})
-        assert status == 400 and answer["error"]["param"] == "assets", asset
-    assert asked == []
-    for asset in (
-        PICTURE,
-        {"type": "image", "format": "png", "data_base64": files[0]},
-        *((address,) if fetches else ()),
-    ):
-        assert post(server, DECISIONS, body | {"assets": {"img": asset}})[1]["error"]["param"] == "questions"
-    expected = [PICTURE, f"data:image/png;base64,{files[0]}", *([address] if fetches else [])]
-    assert asked == [{"img": each} for each in expected]

@@ -19,17 +19,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import transformers
 import warm
 from pairs import first_quick
 
 from torch_mesh.cli import main
 
 openai = pytest.importorskip("openai")
-
-
-def _decides() -> bool:
-    return hasattr(transformers, "DecisionPipeline")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])
@@ -45,18 +40,8 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
     for wrong in ("{", "[1]", "{'a': 1}"):
         assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
         assert "--chat-template-kwargs is" in capsys.readouterr().err
-    not_json = tmp_path / "not.json"
-    not_json.write_text("[")
-    adapted = tmp_path / "adapted.json"
-    adapted.write_text('{"adapter": "lora"}')
-    decisions = (
-        ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
-        ("--decision-config", str(not_json), 2, "is not a decision config"),
-        ("--decision-config", str(adapted), 2, "has the adapter 'lora'"),
-    )
     for name, value, code, message in (
         *([("--default-tokens", "0", 2, "at least 1")] if command == "serve" else ()),
-        *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-block-size", "3", 2, "at least 4"),
         ("--device", "meta", 2, "computes nothing"),

@@ -17,7 +17,7 @@ from torch_mesh.system.background import Flag
 END = 15  # seconds after a signal within which the process ends, even during a computation
 _FREEING = 3  # seconds of END for the kernel to free the process's memory
 # Options that control who may reach a server, and options for requests that torch_mesh's own clients do not send.
-OF_SERVERS = frozenset({"allow_anyone", "api_key", "decision_config", "default_tokens", "enable_cors", "host", "port"})
+OF_SERVERS = frozenset({"allow_anyone", "api_key", "default_tokens", "enable_cors", "host", "port"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

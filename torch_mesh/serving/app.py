@@ -20,7 +20,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from torch_mesh.serving import left_out
 from torch_mesh.serving.answers import running
 from torch_mesh.serving.anthropic_api import Anthropic
-from torch_mesh.serving.decisions import Decisions
 from torch_mesh.serving.errors import (
     AnsweredError,
     KeyNeededError,
@@ -40,9 +39,7 @@ _READ = ["GET", "HEAD"]
 QUIET = 10.0  # seconds of a silent stream until a comment keeps the connection open
 
 
-def build_app(
-    service: Service, metrics: Metrics, decisions: Decisions | None, allow_origins: bool, key: str | None
-) -> FastAPI:
+def build_app(service: Service, metrics: Metrics, allow_origins: bool, key: str | None) -> FastAPI:
     """The application of one model.
 
     Args:
@@ -51,7 +48,7 @@ def build_app(
     """
     app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
-    _add_answers(app, service, decisions)
+    _add_answers(app, service)
     _add_models(app, service.served)
     _add_state(app, service, metrics)
     # The middleware added last runs first.
@@ -66,7 +63,7 @@ def build_app(
     return app
 
 
-def _add_answers(app: FastAPI, service: Service, decisions: Decisions | None) -> None:
+def _add_answers(app: FastAPI, service: Service) -> None:
     """The addresses at which the model computes."""
     openai, anthropic = OpenAI(service), Anthropic(service)
     posts = {
@@ -76,8 +73,6 @@ def _add_answers(app: FastAPI, service: Service, decisions: Decisions | None) ->
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
     }
-    if decisions is not None:
-        posts["/v1/systemone"] = decisions.answer
 
     async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
         """Respond with a body or a stream. A disconnecting client ends its computation."""

@@ -156,7 +156,7 @@ class Prompts:
         text: str = self.tokenizer.decode(inputs["input_ids"][0, -16:].tolist())
         return text
 
-    def check_address(self, kind: str, address: str, field: str) -> None:
+    def _check_address(self, kind: str, address: str, field: str) -> None:
         """Raises RequestError for an address that is not to be opened: transformers would open local files too.
 
         ``kind``: what it is of, one of ``_MEDIA``.
@@ -226,7 +226,7 @@ class Prompts:
             url = data if data.startswith("data:") else f"data:audio/{encoding or 'wav'};base64,{data}"
         else:
             url = given["url"] if isinstance(given, dict) else given
-        self.check_address(kind, url, field)
+        self._check_address(kind, url, field)
         return {"type": name, "url": url}
 
 

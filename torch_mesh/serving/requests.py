@@ -25,7 +25,7 @@ from torch_mesh.serving.generate_options import (
 )
 from torch_mesh.serving.left_out import leave_out
 
-CHAT, COMPLETIONS, RESPONSES, DECISIONS = "chat", "completions", "responses", "decisions"
+CHAT, COMPLETIONS, RESPONSES = "chat", "completions", "responses"
 # The field with the prompt, by address.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
@@ -167,11 +167,6 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "seed": _SAMPLING["seed"],
         "generation_config": _SAMPLING["generation_config"],
     },
-    DECISIONS: {
-        "state": Kind("text, an object or a list", lambda value: isinstance(value, str | dict | list) and bool(value)),
-        "questions": Kind("an object of questions", lambda value: isinstance(value, dict) and bool(value)),
-        "assets": OBJECT,
-    },
 }
 # Arguments of apply_chat_template that are no variables of the template.
 _RESERVED_ARGUMENTS = (
@@ -193,14 +188,13 @@ _RESERVED_ARGUMENTS = (
 def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary: int) -> dict[str, Any]:
     """Check the body of a request. Fields that are null are left out.
 
-    ``kind``: CHAT, COMPLETIONS, RESPONSES or DECISIONS. ``served``: name of the model. ``vocabulary``: number of the
+    ``kind``: CHAT, COMPLETIONS or RESPONSES. ``served``: name of the model. ``vocabulary``: number of the
     model's token ids.
 
     Raises RequestError for an invalid or unknown field, MissingFieldError for a missing prompt, and ModelNotFoundError
     for another model.
     """
-    needed = ("state", "questions") if kind == DECISIONS else (PROMPTS[kind],)
-    given = known_fields(body, _FIELDS[kind], needed, served)
+    given = known_fields(body, _FIELDS[kind], (PROMPTS[kind],), served)
     if kind == CHAT:
         for index, message in enumerate(given["messages"]):
             _check_message(f"messages[{index}]", message, "messages")

@@ -102,18 +102,15 @@ class Server:
         from transformers.utils.logging import log_levels  # uvicorn has no "detail"
 
         from torch_mesh.serving.app import build_app
-        from torch_mesh.serving.decisions import Decisions, is_available
         from torch_mesh.serving.metrics import Metrics
         from torch_mesh.serving.service import Service
 
         service = self._service = Service(
             self.model, model, self.prompts, self.engine, options["continuous_batching"], options["default_tokens"]
         )
-        decisions = Decisions(service, options["decision_config"]) if is_available() else None
         app = build_app(
             service,
             Metrics(self._counters, self.engine.progress),
-            decisions,
             options["enable_cors"],
             options["api_key"],
         )

@@ -52,7 +52,6 @@ OPTIONS = (
     Option(
         "chat_template_kwargs", None, str, "variables of the chat template, as a JSON object; a request may give others"
     ),
-    Option("decision_config", None, str, "JSON file with the labels, temperatures and template of /v1/systemone"),
     Option("device", "auto", str, "where the model runs: auto, cpu, cuda:0"),
     Option("dtype", "auto", str, "dtype of the weights outside the experts: auto, bfloat16, float32"),
     Option("trust_remote_code", False, bool, "run code from the checkpoint"),
@@ -95,7 +94,6 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     options = {option.name: option.default for option in OPTIONS} | dict(given)
-    _check_decision_config(options["decision_config"])
     _check_numbers(options)
     if options["compile"] and options["continuous_batching"]:
         raise ValueError("--compile is not possible with --continuous-batching: leave one out")
@@ -130,24 +128,6 @@ def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     if options["reasoning"] != "auto":
         given["enable_thinking"] = options["reasoning"] == "on"
     return dict(given)
-
-
-def _check_decision_config(path: str | None) -> None:
-    if path is None:
-        return
-    try:
-        from transformers.decision import DecisionConfig
-    except ImportError as error:
-        raise ImportError("--decision-config needs transformers 5.24 or later") from error
-    try:
-        config = DecisionConfig.from_file(path)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--decision-config {path} is not a decision config: {error}") from error
-    if config.adapter:
-        raise ValueError(
-            f"--decision-config {path} has the adapter {config.adapter!r}, which would change all other answers too: "
-            "leave it out, and serve a checkpoint with the adapter merged (torch-mesh merge)"
-        )
 
 
 _MIN_BLOCK = 4  # tokens, of transformers' continuous batching
