@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from torch_mesh.serving.answer_parser import Content, Piece
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.anthropic_api import _Message
 from torch_mesh.serving.engine import Job, Token
+from torch_mesh.serving.openai_api import OpenAI
+from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.tool_formats import Call, answer_format
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -28,7 +31,12 @@ def tokenizer(mesh_tiny: Path) -> Any:
 
 
 def _ended(
-    tokenizer: Any, ids: Sequence[int], end: int | None = None, config: dict[str, Any] | None = None, **options: Any
+    tokenizer: Any,
+    ids: Sequence[int],
+    end: int | None = None,
+    config: dict[str, Any] | None = None,
+    prompt: Sequence[int] = (1,),
+    **options: Any,
 ) -> tuple[Answer, list[Piece]]:
     """An answer of tokens ``ids``, which are as many as it may have, and its pieces."""
 
@@ -37,7 +45,7 @@ def _ended(
             yield [Token(token, None)]
 
     limits = {"max_new_tokens": len(ids), "eos_token_id": end} | (config or {})
-    job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(**limits))
+    job = Job({"input_ids": torch.tensor([prompt])}, GenerationConfig(**limits))
     answer = Answer(SimpleNamespace(tokens=tokens), job, tokenizer, **options)
 
     async def read() -> list[Piece]:
@@ -96,3 +104,55 @@ def test_an_answer_whose_time_is_over_is_cut(tokenizer: Any) -> None:
         assert answer.finish == finish
         answer, _ = _ended(tokenizer, [*ids, end], end, config={"max_new_tokens": 100} | config)
         assert answer.finish == "stop"
+
+
+@pytest.fixture(scope="module")
+def sentence_piece() -> Any:
+    """A tokenizer that leaves out the space before the first word, as Mixtral's."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "world"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    rules = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    rules.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=rules, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def _ids(tokenizer: Any, *texts: str) -> list[int]:
+    """The ids of tokens by name, or of the bytes of a character."""
+    known = tokenizer.get_vocab()
+    names = [[text] if text in known else [f"<0x{byte:02X}>" for byte in text.encode()] for text in texts]
+    return [known[name] for each in names for name in each]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        (["<s>", "▁Hello"], ["▁world", "world"], " worldworld"),
+        (["<s>", "▁Hello"], ["▁", "▁world"], "  world"),
+        (["<s>", "▁Hello", "</s>"], ["▁world"], " world"),
+        (["▁Hello", "\U0001f600"], ["\U0001f601", "▁world"], "\U0001f601 world"),
+        (["<s>"], ["▁world"], "world"),
+    ],
+)
+def test_a_completion_begins_with_its_space(
+    prompt: Sequence[str], answer: Sequence[str], text: str, sentence_piece: Any
+) -> None:
+    ids, before = _ids(sentence_piece, *answer), _ids(sentence_piece, *prompt)
+    _, pieces = _ended(sentence_piece, ids, prompt=before)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text
+    options: dict[str, Any] = {"format": answer_format("", ""), "continues": True}
+    _, pieces = _ended(sentence_piece, ids, prompt=before, **options)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text
+    _, pieces = _ended(sentence_piece, ids, prompt=before, format=answer_format("", ""))
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text.removeprefix(" ")
+
+
+def test_tokens_with_log_probabilities_join_to_the_text(sentence_piece: Any) -> None:
+    api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=sentence_piece)))  # type: ignore[arg-type]
+    start, hello, world, joined = _ids(sentence_piece, "<s>", "▁Hello", "▁world", "world")
+    made = TokenLogprobs(world, -1.0, ((world, -1.0), (joined, -2.0)))
+    found = api._completion_logprobs([start, hello], [None, TokenLogprobs(hello, -1.0, ()), made])
+    assert found["tokens"] == ["<s>", "Hello", " world"] and found["text_offset"] == [0, 0, 5]
+    assert found["top_logprobs"][2] == {" world": -1.0, "world": -2.0}
+    found = api._completion_logprobs((), [made, made], 5)
+    assert found["tokens"] == [" world", " world"] and found["text_offset"] == [5, 11]

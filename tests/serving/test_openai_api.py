@@ -323,7 +323,7 @@ def test_offsets_of_tokens_take_one_length_each() -> None:
             lengths.append(1)
             return super().__len__()
 
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: Text("a" * (ids[0] % 4)), all_special_ids=[])
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: Text("a" * sum(each % 4 for each in ids)), all_special_ids=[])
     api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=tokenizer)))  # type: ignore[arg-type]
     found = [TokenLogprobs(token, -1.0, ()) for token in range(1, 40)]
     offsets = api._completion_logprobs([0], [None, *found], 5)["text_offset"]

@@ -61,7 +61,9 @@ class Answer:
         marks = self.format.marks if self.format else ()
         ends = {self.tokenizer.decode([token]) for token in self._ends}
         # A stop sequence that is the end itself changes nothing: the answer ends as it would without.
-        text = Detokenizer(self.tokenizer, (*marks, *(stop for stop in self.stops if stop not in ends)), self._ends)
+        shown = (*marks, *(stop for stop in self.stops if stop not in ends))
+        prompt = self.job.prompt.tolist() if self.format is None or self.continues else ()
+        text = Detokenizer(self.tokenizer, shown, self._ends, prompt)
         stops = Stops(self.stops)
         parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
         last, called = None, False
@@ -70,26 +72,26 @@ class Answer:
         try:
             async for batch in batches:
                 pieces: list[Piece] = []
-                shown: list[Token] = []
+                content: list[Token] = []
                 for token in batch:
                     self.count, last = self.count + 1, token.id
                     self.reasoning_count += parser.is_reasoning
                     was_content = parser.is_content
                     pieces += parser.push(stops.push(text.push(token.id)))
                     if self.format is None:
-                        shown.append(token)
+                        content.append(token)
                     elif not (was_content and parser.is_content):
                         held = []  # these and this one are of a mark
                     elif not text.hides(token.id):
                         held.append(token)
                     if not parser.holds_text:
-                        shown, held = shown + held, []
+                        content, held = content + held, []
                     called = called or any(isinstance(piece, Call) for piece in pieces)
                     if over := stops.found is not None or (called and self.one_call):
                         break
                 else:
                     over = False
-                yield Part(_until_call(pieces) if self.one_call else pieces, shown)
+                yield Part(_until_call(pieces) if self.one_call else pieces, content)
                 if over:
                     break
         finally:

@@ -276,8 +276,10 @@ class OpenAI:
     ) -> Body:
         """Log-probabilities of tokens; only the first token of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
-        raw = [self._bytes(token) for token in ids]
-        hidden = frozenset(self._service.prompts.tokenizer.all_special_ids)  # the text leaves them out
+        tokenizer = self._service.prompts.tokenizer
+        hidden = frozenset(tokenizer.all_special_ids)  # the text leaves them out
+        first = next((index for index, token in enumerate(ids) if token not in hidden), None) if prompt else None
+        raw = [token_bytes(tokenizer, token, is_first=index == first) for index, token in enumerate(ids)]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may have several tokens
         offsets, offset = [], start
         for token, each in zip(ids, raw, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
+_PROMPT_END = 8  # tokens of a prompt that may be read again: a character has fewer
 
 
 class Detokenizer:
@@ -18,15 +19,19 @@ class Detokenizer:
         tokenizer: of transformers.
         shown: special tokens that are part of the text, such as those around a tool call. Others decode to nothing.
         ends: ids of tokens that end a sequence; they decode to nothing.
+        prompt: the tokens before the sequence, if its text continues theirs.
     """
 
-    def __init__(self, tokenizer: Any, shown: Collection[str] = (), ends: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, shown: Collection[str] = (), ends: Collection[int] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         special = {*tokenizer.all_special_ids, *ends}
         self._hidden = frozenset(token for token in special if tokenizer.decode([token]) not in shown)
-        self._ids: list[int] = []
+        # A sequence that is decoded alone loses the space before its first word, as SentencePiece writes it.
+        self._ids = self._whole_end([token for token in prompt[-_PROMPT_END:] if token not in self._hidden])
         self._start = 0  # the first token that the next piece is decoded with
-        self._read = 0  # the end of the returned pieces
+        self._read = len(self._ids)  # the end of the returned pieces
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; "" within a character."""
@@ -48,6 +53,11 @@ class Detokenizer:
         """The text of tokens that never completed a character."""
         before = self._decode(self._ids[self._start : self._read])
         return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _whole_end(self, ids: list[int]) -> list[int]:
+        """The fewest last tokens that are whole characters; none if there are no such tokens."""
+        ends = (ids[-count:] for count in range(1, len(ids) + 1))
+        return next((end for end in ends if _INCOMPLETE not in self._decode(end)), [])
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -80,11 +90,17 @@ class Stops:
         return held
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The UTF-8 bytes of a token, which may be a part of a character."""
+def token_bytes(tokenizer: Any, token: int, is_first: bool = False) -> bytes:
+    """The UTF-8 bytes of a token, which may be a part of a character.
+
+    ``is_first``: the token begins a text, where SentencePiece leaves out the space before a word.
+    """
     text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    if "\ufffd" not in text:
-        return text.encode()
+    if _INCOMPLETE not in text:
+        if is_first:
+            return text.encode()
+        twice: str = tokenizer.decode([token, token], clean_up_tokenization_spaces=False)
+        return twice[len(text) :].encode()
     written = tokenizer.convert_ids_to_tokens(token)
     if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", written):  # SentencePiece's
         return bytes.fromhex(byte[1])
