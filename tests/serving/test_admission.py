@@ -131,7 +131,7 @@ def test_sizes_that_an_error_suggests_are_accepted(
     door.check(prompt, new, known=0, held=1)
     with pytest.raises(RequestTooLongError, match=f"{prompt} tokens and asks for {new} more.*--resident") as error:
         door.check(prompt, new, known=0, held=0)
-    fits = int(re.findall(r"at most (\d+) \(max_tokens\)", str(error.value))[0])
+    fits = int(re.findall(r"at most (\d+) new tokens", str(error.value))[0])
     door.check(prompt, fits, known=0, held=0)
     with pytest.raises(RequestTooLongError):
         door.check(prompt, fits + 1, known=0, held=0)
@@ -169,7 +169,7 @@ def test_positions_are_limited_by_the_model(short_of_memory: Callable[[int], Non
     door = Admission(model, find_needs(model, keeps_windows=True))
     short_of_memory(2**40)
     door.check(POSITIONS - 5, 5, known=0, held=0)
-    with pytest.raises(RequestTooLongError, match=r"at most 5 \(max_tokens\)"):
+    with pytest.raises(RequestTooLongError, match="at most 5 new tokens"):
         door.check(POSITIONS - 5, 6, known=0, held=0)
     with pytest.raises(RequestTooLongError, match="shorten the prompt"):
         door.check(POSITIONS, 1, known=0, held=0)
@@ -273,8 +273,13 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
             assert "--resident" in refused(max_tokens=1500)
             assert "bytes of memory" in refused(max_tokens=1500, stream=True)
             chat = [{"role": "user", "content": "In the beginning"}]
-            with pytest.raises(openai.BadRequestError, match="max_tokens"):
-                client.chat.completions.create(model=server.model, messages=chat, max_tokens=1500)
+            for field in ("max_tokens", "max_completion_tokens"):
+                with pytest.raises(openai.BadRequestError, match="new tokens") as error:
+                    client.chat.completions.create(model=server.model, messages=chat, **{field: 1500})
+                assert error.value.param == field
+            with pytest.raises(openai.BadRequestError, match="new tokens") as error:
+                client.responses.create(model=server.model, input="In the beginning", max_output_tokens=1500)
+            assert error.value.param == "max_output_tokens"
         configs = {
             '{"do_sample": false}': "max_new_tokens in generation_config",
             '{"max_new_tokens": 2.5}': "1 or more",

@@ -124,7 +124,7 @@ class Admission:
             return
         room = _largest(new, lambda more: peak(prompt - known, prompt, prompt + more) <= free)
         if room > 0:
-            advice = f"Ask for at most {room:,} (max_tokens)"
+            advice = f"Ask for at most {room:,} new tokens"
         else:
             rows = _largest(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
@@ -139,7 +139,7 @@ def check_positions(positions: int | None, prompt: int, new: int) -> None:
     if positions is None or prompt + new <= positions:
         return
     room = positions - prompt
-    advice = f"ask for at most {room:,} (max_tokens)" if room > 0 else "shorten the prompt"
+    advice = f"ask for at most {room:,} new tokens" if room > 0 else "shorten the prompt"
     raise RequestTooLongError(
         f"This request has {prompt:,} tokens and asks for {new:,} more, but the model supports {positions:,} "
         f"(max_position_embeddings): {advice}."
@@ -151,7 +151,7 @@ def check_blocks(capacity: int, prompt: int, new: int) -> None:
     batching."""
     if prompt + new > capacity:
         room = capacity - prompt
-        advice = f"Ask for at most {room:,} (max_tokens)" if room > 0 else "Shorten the prompt"
+        advice = f"Ask for at most {room:,} new tokens" if room > 0 else "Shorten the prompt"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more, but all blocks of keys hold "
             f"{capacity:,}. {advice}, or give a larger --cb-num-blocks, or a smaller --resident."

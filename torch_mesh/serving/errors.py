@@ -50,9 +50,6 @@ class RequestTooLongError(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "max_tokens")
-
 
 class ModelNotFoundError(RequestError):
     """A request for another model than the one that is served."""

@@ -18,7 +18,7 @@ from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import grammars
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
-from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.errors import RequestError, RequestTooLongError
 from torch_mesh.serving.generate_options import SEQUENCE_COUNTS, OptionError, normalize_options
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
@@ -221,7 +221,11 @@ class Service:
             )
             for index in range(count)
         ]
-        self.engine.check(jobs[0], count)
+        try:
+            self.engine.check(jobs[0], count)
+        except RequestTooLongError as error:
+            error.param = limit
+            raise
         return [
             Answer(
                 self.engine,
