@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"chat_template_kwargs": {"unknown": 1}}, "unknown"),
     (CHAT, {"generation_config": '{"unknown": 1, "max_new_tokens": 1}'}, "unknown"),
     (CHAT, {"max_tokens": 8, "generation_config": '{"max_new_tokens": 3}'}, "max_new_tokens"),
-    (CHAT, {"max_tokens": 8, "generation_config": '{"max_length": 30}'}, "max_length"),
+    (CHAT, {"max_tokens": 8, "generation_config": '{"max_length": 8}'}, "give max_new_tokens"),
     (CHAT, {"temperature": 0, "generation_config": '{"max_new_tokens": 1, "do_sample": true}'}, "do_sample"),
     (CHAT, {"generation_config": '{"max_new_tokens": 1, "suppress_tokens": [99999]}'}, "suppress_tokens"),
     (CHAT, {"generation_config": '{"max_new_tokens": 1, "cache_implementation": "quantized"}'}, "generation_config"),

@@ -248,6 +248,24 @@ def test_a_schema_without_any_value_is_refused(chat: Callable[..., Any]) -> None
         assert error.value.param == "response_format"
 
 
+def test_log_probabilities_are_refused_where_the_models_own_options_change_them(
+    chat: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._service.model.generation_config, "suppress_tokens", [1])
+    with pytest.raises(openai.BadRequestError, match="model's own suppress_tokens .* leave out logprobs") as error:
+        chat(logprobs=True)
+    assert error.value.param == "logprobs"
+
+
+def test_a_request_without_a_limit_is_answered_as_far_as_there_are_positions(client: Any, server: Any) -> None:
+    positions = server._service.model.config.max_position_embeddings
+    asked = {"model": server.model, "prompt": [65] * (positions - 3), "temperature": 0}
+    answer = client.completions.create(**asked, logit_bias={"65": 100})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt"):
+        client.completions.create(**asked | {"prompt": [65] * positions})
+
+
 @pytest.mark.parametrize("name", ['a"b', "a b", "a\\b", "a>b", "a{b", "", "a\n", 3])
 def test_names_of_functions_that_end_a_call_are_refused(name: Any, chat: Callable[..., Any]) -> None:
     tool = {"type": "function", "function": {"name": name, "parameters": WEATHER}}

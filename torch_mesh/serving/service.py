@@ -201,8 +201,8 @@ class Service:
 
         Raises RequestError for invalid fields.
         """
-        config = self._config(given, limit)
         prompt = inputs["input_ids"].shape[-1]
+        config = self._config(given, limit, prompt)
         prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
         lark = self._grammar(format, prompt_end, continues, tools, schema) if format is not None else None
         if lark is not None:
@@ -279,11 +279,13 @@ class Service:
             return getattr(self.model.generation_config, name, None) if value is None else value
 
         for name, neutral in _EARLY_OPTIONS.items():
-            if option(name) not in (None, neutral):
+            if (value := option(name)) not in (None, neutral):
+                is_models = value == getattr(self.model.generation_config, name, None)
+                whose, advice = ("The model's own ", "") if is_models else ("", f"{name}, or ")
                 raise RequestError(
-                    f"{name} changes the model's distribution before its log-probabilities are known: leave out "
-                    f"{name}, or logprobs and best_of.",
-                    name,
+                    f"{whose}{name} changes the model's distribution before its log-probabilities are known: leave out "
+                    f"{advice}logprobs and best_of.",
+                    "logprobs" if is_models else name,
                 )
         penalty = float(option("repetition_penalty") or 1)
         config.repetition_penalty = 1.0
@@ -336,8 +338,8 @@ class Service:
                     found += [token_logprobs(row, token, top) for row, token in zip(rows, tokens.tolist(), strict=True)]
         return found
 
-    def _config(self, given: Mapping[str, Any], limit: str) -> GenerationConfig:
-        """Options of ``generate``. Raises RequestError."""
+    def _config(self, given: Mapping[str, Any], limit: str, prompt: int) -> GenerationConfig:
+        """Options of ``generate``. ``prompt``: its number of tokens. Raises RequestError."""
         theirs: GenerationConfig = self.model.generation_config
         if "generation_config" in given:
             options = json.loads(given["generation_config"])
@@ -345,7 +347,7 @@ class Service:
             config = GenerationConfig(**options)
         else:
             config = copy.deepcopy(theirs)
-            config.max_new_tokens = self._default_tokens or max(_DEFAULT_TOKENS, config.max_new_tokens or 0)
+            config.max_new_tokens = self._default_limit(prompt)
         if config.eos_token_id is None:
             config.eos_token_id = theirs.eos_token_id
         if given.get(limit) is not None:
@@ -377,6 +379,12 @@ class Service:
                     "generation_config",
                 )
         return config
+
+    def _default_limit(self, prompt: int) -> int:
+        """The limit of an answer whose request gives none: at most the positions after ``prompt`` tokens."""
+        default: int = self._default_tokens or max(_DEFAULT_TOKENS, self.model.generation_config.max_new_tokens or 0)
+        positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return default if positions is None else max(1, min(default, positions - prompt))
 
     def _check_batched(self, given: Mapping[str, Any], top: int | None, lark: tuple[str, str] | None) -> None:
         fields = ["seed"] if "seed" in given else []
@@ -467,7 +475,7 @@ def _check_agreement(given: Mapping[str, Any], options: Mapping[str, Any], limit
     """Raises RequestError if a request's field and its generation_config give an option different values."""
     temperature = given.get("temperature")
     fields = [(name, given.get(name), name) for name in _OPTION_FIELDS]
-    fields += [(limit, given.get(limit), name) for name in ("max_new_tokens", "max_length")]
+    fields.append((limit, given.get(limit), "max_new_tokens"))
     fields.append(("temperature", None if temperature is None else temperature > 0, "do_sample"))
     for field, value, option in fields:
         other = options.get(option)
