@@ -375,7 +375,7 @@ def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path
 
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
     server = serving(made.path, MeshConfig(resident=0.5))
-    assert server.model == f"{tmp_path}:model.gguf"
+    assert server.model == str(made.path)
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         answer = client.completions.create(model=server.model, prompt="a b", max_tokens=3)
         assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end the answer
@@ -402,6 +402,16 @@ def test_names_on_the_hub(given: str, name: str) -> None:
     from torch_mesh.serving.opening import source_of
 
     assert source_of(given).name == name
+
+
+def test_a_local_gguf_file_has_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_mesh.serving.opening import source_of
+
+    monkeypatch.setattr("os.path.lexists", lambda _: True)
+    monkeypatch.setattr("os.path.isfile", lambda _: True)
+    for given, folder in (("/a.gguf", "/"), ("a.gguf", "."), ("b/a.gguf", "b"), ("../b/a.gguf", "../b")):
+        source = source_of(given)
+        assert (source.name, source.folder, source.file) == (given, folder, "a.gguf")
 
 
 @pytest.mark.parametrize("given", ["a/b/c", "owner/model@", "owner/model@a@b", "owner/model:file.bin", "file.gguf", ""])

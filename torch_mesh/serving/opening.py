@@ -32,15 +32,12 @@ _ON_HUB = tuple(
 
 @dataclass(frozen=True)
 class Source:
+    """Where a model is. ``name``: the model's name for clients."""
+
+    name: str
     folder: str
     revision: str | None = None
     file: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The model's name for clients."""
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"{self.folder}{revision}" + (f":{self.file}" if self.file else "")
 
 
 def source_of(model: str) -> Source:
@@ -50,8 +47,8 @@ def source_of(model: str) -> Source:
             check_folder(model)
         elif not os.path.isfile(model):
             raise store_error(model, "there is no such file")
-        folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
-        return Source(folder or ".", None, file or None)
+        folder, file = os.path.split(model) if is_gguf(model) else (model, None)
+        return Source(model, folder or ".", None, file)
     found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
     try:
         if found is None or is_gguf(found["repo"]):
@@ -63,8 +60,8 @@ def source_of(model: str) -> Source:
             "owner/model@revision, owner/model/file.gguf or owner/model@revision/folder/file.gguf"
         ) from None
     parts = found.groupdict()
-    revision = parts["revision"]
-    return Source(parts["repo"], revision[1:] if revision else None, parts.get("file"))
+    repo, revision, file = parts["repo"], parts["revision"] or "", parts.get("file")
+    return Source(f"{repo}{revision}" + (f":{file}" if file else ""), repo, revision[1:] or None, file)
 
 
 def open_processor(source: Source, trust_remote_code: bool) -> Any:
