@@ -42,7 +42,7 @@ def serving() -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as running:
 
-        def serve(model: Path, config: MeshConfig, kept_bytes: int = 2**30, **options: Any) -> Server:
+        def serve(model: Path, config: MeshConfig, kept_bytes: int | None = None, **options: Any) -> Server:
             options = {"host": "127.0.0.1", "port": 0} | options
             return running.enter_context(Server(str(model), config, kept_bytes, options))
 

@@ -264,7 +264,9 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
             monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
             left = admission.RESERVE_BYTES
             monkeypatch.setattr("torch_mesh.serving.batches.left_bytes", lambda: left)
-            assert "--cb-max-batch-tokens" in refused(max_tokens=3)
+            with pytest.raises(openai.InternalServerError, match="--cb-max-batch-tokens") as error:
+                client.completions.create(**ask, max_tokens=3)
+            assert error.value.status_code == 503
             left += 500 << 20
         else:
             assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3

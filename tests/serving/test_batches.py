@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import queue
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,9 @@ from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import StoppingError
 
 
+LONG = 100  # tokens of a prompt whose answer goes on
+
+
 class _Manager:
     """Answers each request with one token, which is 1 if it samples."""
 
@@ -27,6 +32,7 @@ class _Manager:
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         self.continuous_batching_config = SimpleNamespace(page_size=16, block_size=None)
         self.batch_processor: Any = None
+        self.output_router = SimpleNamespace(result_handlers={}, output_queue=queue.SimpleQueue())
         self.starts = True
         self.is_computing = False  # a forward that takes longer than any time limit
         self.before_blocks: Callable[[], None] | None = None  # called while the blocks are awaited
@@ -45,11 +51,14 @@ class _Manager:
         self.starts = self.is_computing and (timeout is not None or not block)
 
     def register_result_handler(self, name: str, handler: Callable[[Any], None]) -> None:
-        self.handler = handler
+        self.output_router.result_handlers[name] = handler
 
-    def add_request(self, prompt: list[int], **_: Any) -> str:
-        made = [int(bool(self.config.do_sample))]
-        self.handler(SimpleNamespace(error=None, generated_tokens=made, is_finished=lambda: True))
+    def add_request(self, prompt: list[int], request_id: str, **_: Any) -> str:
+        made, handlers = [int(bool(self.config.do_sample))], self.output_router.result_handlers
+        ends = len(prompt) < LONG
+        handlers[request_id](SimpleNamespace(error=None, generated_tokens=made, is_finished=lambda: ends))
+        if ends:
+            del handlers[request_id]  # as transformers does, after the last output only
         return "added"
 
     def cancel_request(self, name: str) -> None:
@@ -165,6 +174,21 @@ def test_a_request_that_is_cancelled_while_batching_restarts_stops_no_other(
             assert len(engine.kept.model.managers) == 1 and engine.manager.starts
 
     asyncio.run(ask())
+
+
+def test_a_request_that_ends_early_leaves_nothing(engine: Any) -> None:
+    """As after a disconnect, or at a stop sequence."""
+
+    async def ask() -> None:
+        async with contextlib.aclosing(engine.tokens(job)) as tokens:
+            async for _ in tokens:
+                engine.manager.output_router.output_queue.put("an output of an earlier request")
+                break
+
+    job = Job({"input_ids": torch.ones(1, LONG, dtype=torch.long)}, _job(do_sample=False).config)
+    asyncio.run(ask())
+    router = engine.manager.output_router
+    assert not router.result_handlers and router.output_queue.empty()
 
 
 def test_sequences_of_a_batch_share_the_models_options(engine: Any) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
-from torch_mesh.serving import offline
+from torch_mesh.serving import admission, offline
 from torch_mesh.serving.offline import read_requests, unanswered
 from torch_mesh.system.atomic_files import locked
 
@@ -288,6 +288,19 @@ def test_a_request_longer_than_the_given_blocks_ends_the_run_before_anything_is_
     assert not answers.exists()
     _write(requests, [_line("fits", prompt="Hello", max_tokens=3)])
     assert _run(folder, requests, answers, "--cb-num-blocks", "1") == 0
+
+
+def test_a_request_without_memory_is_named_by_its_line(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, answers = paths
+    lines = [_line("fits", prompt="Hello", max_tokens=3), _line("long", prompt="Hello", max_tokens=1500)]
+    _write(requests, lines)
+    monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + 10_000)
+    assert _run(folder, requests, answers) == 2
+    error = capsys.readouterr().err
+    assert "line 2: This request has" in error and "give a smaller --resident" in error
+    assert "server" not in error and not answers.exists()
 
 
 @pytest.mark.parametrize("lines", [8, 1])

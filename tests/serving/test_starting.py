@@ -40,6 +40,9 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
     for wrong in ("{", "[1]", "{'a': 1}"):
         assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
         assert "--chat-template-kwargs is" in capsys.readouterr().err
+    for unread in ('{"tools": []}', '{"moo": 1}'):
+        assert main([command, str(folder), "--chat-template-kwargs", unread]) == 2
+        assert "--chat-template-kwargs has " in capsys.readouterr().err
     for name, value, code, message in (
         *([("--default-tokens", "0", 2, "at least 1")] if command == "serve" else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
@@ -47,6 +50,10 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
         ("--device", "meta", 2, "computes nothing"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
         ("--compile", "--continuous-batching", 2, "leave one out"),
+        ("--cb-num-blocks", "3", 2, "without --continuous-batching"),
+        ("--compile", "--keep-keys=1GiB", 2, "--keep-keys 0"),
+        ("--continuous-batching", "--keep-keys=1GiB", 2, "--keep-keys 0"),
+        ("--continuous-batching", "--speculation=lookup", 2, "leave one out"),
     ):
         assert main([command, str(folder), name, value]) == code
         assert message in capsys.readouterr().err

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at-once",
         type=positive,
-        default=32,
         metavar="N",
         help="answers that are computed together, if memory has room for their KV cache (default: 32)",
     )
@@ -54,10 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     with _only_writer(arguments.answers):
         left = offline.unanswered(requests, arguments.answers, name)
         if left:
+            at_once = arguments.at_once or offline.DEFAULT_AT_ONCE
             with offline.open_service(arguments.model, config, options, arguments.at_once) as service:
                 offline.check(service, left, arguments.requests)
                 with progress_bar("Answering", unit="request") as progress:
-                    failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))
+                    failed = asyncio.run(offline.answer(service, left, arguments.answers, at_once, progress))
     print(f"{len(requests) - failed} of {len(requests)} requests are answered in {arguments.answers}")
     return 1 if failed else 0
 

@@ -80,7 +80,6 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-keys",
         type=size_or_zero,
-        default=2**30,
         metavar="SIZE",
         help="memory for the KV cache of the last conversations, so that a turn computes only what is new; 0 "
         "keeps none (default: 1GiB)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -13,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from torch_mesh.hf.compat import Name, names_of
 
+_BATCHING = "transformers.generation.continuous_batching.continuous_api"
 NAMES: tuple[Name, ...] = (
     *names_of("transformers.generation.utils.GenerationMixin", "_prefill", "_optimize_model_for_decode"),
     *names_of("transformers.generation.utils.GenerationMixin", "_update_model_kwargs_for_generation"),
@@ -26,6 +29,9 @@ NAMES: tuple[Name, ...] = (
     *names_of("transformers.modeling_utils", "_compiled_call", "_last_compile_config", in_source=True),
     *names_of("transformers.generation.configuration_utils", "_compile_all_devices", in_source=True),
     *names_of("transformers.modeling_utils.PreTrainedModel", "_can_compile_fullgraph", "_is_stateful"),
+    # Of continuous batching: without an underscore, but not documented.
+    *names_of(f"{_BATCHING}.ContinuousBatchingManager", "output_router", in_source=True),
+    *names_of(f"{_BATCHING}.OutputRouter", "result_handlers", "output_queue", in_source=True),
 )
 
 # One forward for each token of one sequence. Others draft tokens or keep several sequences.
@@ -94,6 +100,16 @@ def is_stateful(model: Any) -> bool:
 def can_compile(model: Any) -> bool:
     """Whether transformers compiles the decode steps of ``model`` in one graph."""
     return bool(getattr(model, "_can_compile_fullgraph", False))
+
+
+def forget_request(manager: Any, request: str) -> None:
+    """Free what continuous batching keeps of a request that has ended before its last output: its handler, and outputs
+    that no handler takes."""
+    router = manager.output_router
+    router.result_handlers.pop(request, None)
+    with contextlib.suppress(queue.Empty):
+        while True:
+            router.output_queue.get_nowait()
 
 
 def compile_on_all_devices(config: Any) -> None:

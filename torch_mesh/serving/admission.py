@@ -130,7 +130,7 @@ class Admission:
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "
-            f"and {free:,} are left. {advice}, or start the server with a smaller --resident."
+            f"and {free:,} are left. {advice}, or give a smaller --resident."
         )
 
 

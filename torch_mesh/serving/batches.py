@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from torch_mesh.hf.generation_compat import forget_request
 from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
 from torch_mesh.serving.engine import Engine, Job, Token, client_error
-from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLongError, StoppingError
+from torch_mesh.serving.errors import AnsweredError, RequestError, StoppingError
 from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -38,6 +39,12 @@ _NEUTRAL = {
 
 class BatchesEndedError(AnsweredError):
     """Continuous batching has failed and accepts no more requests."""
+
+    status = 503
+
+
+class NoBlocksError(AnsweredError):
+    """There is no memory for the blocks of continuous batching at present."""
 
     status = 503
 
@@ -126,6 +133,7 @@ class Batches(Engine):
                     return
         finally:
             manager.cancel_request(name)
+            forget_request(manager, name)
             self._waiting.discard(queue)
             self._active -= 1
             if not self._active:
@@ -279,7 +287,7 @@ def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callab
         raise BatchesEndedError("Continuous batching has ended.")  # the server is stopping
     problem = str(status.fatal_error)  # the error itself refers to frames, and these to the model
     end()  # the next request may find more memory
-    raise RequestTooLongError(
+    raise NoBlocksError(
         f"There is no memory for the blocks of continuous batching ({problem}): "
-        "start the server with a smaller --resident or --cb-max-batch-tokens."
+        "give a smaller --resident or --cb-max-batch-tokens."
     )

@@ -22,11 +22,10 @@ from torch_mesh.serving.admission import Admission, check_blocks, find_needs
 from torch_mesh.serving.answers import running
 from torch_mesh.serving.batches import Batches
 from torch_mesh.serving.engine import Engine, Job, Token
-from torch_mesh.serving.errors import AnsweredError, describe
+from torch_mesh.serving.errors import AnsweredError, RequestTooLongError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
-from torch_mesh.serving.opening import open_processor, open_served, source_of
-from torch_mesh.serving.prompts import Prompts
+from torch_mesh.serving.opening import open_for_serving, source_of
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
 from torch_mesh.serving.server_options import complete_options
 from torch_mesh.serving.service import Service
@@ -37,6 +36,7 @@ _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/res
 _FIELDS = {"custom_id", "method", "url", "body"}  # the fields of a line of OpenAI's batch files
 _ANSWER_ID = "batch_req_"
 _LINE_START = f'{{"id": "{_ANSWER_ID}'.encode()  # of each line that _write writes
+DEFAULT_AT_ONCE = 32
 _MAX_NAMED = 5  # an error names at most this many mistakes
 _PAGE = 256  # default for the tokens of a block of transformers' continuous batching
 _STOP_SECONDS = 60.0  # how long an interrupted run waits for its forward
@@ -183,7 +183,8 @@ class _SizedBatches(Batches):
         self._at_once = at_once
         self._slots = asyncio.Semaphore(at_once)
         self._page = configured.get("block_size") or _PAGE
-        self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
+        self.line = 0  # of the request that is checked
+        self._needs: list[tuple[int, int, int]] = []  # tokens of each sequence, and of its prompt, and its line
 
     def check(self, job: Job, count: int = 1) -> None:
         """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
@@ -191,7 +192,7 @@ class _SizedBatches(Batches):
         prompt, new = len(job.prompt), job.config.max_new_tokens
         if (blocks := self._configured.get("num_blocks")) is not None:
             check_blocks(blocks * self._page, prompt, new)
-        self._needs += [(prompt + new, prompt)] * count
+        self._needs += [(prompt + new, prompt, self.line)] * count
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
         async with self._slots, contextlib.aclosing(super().tokens(job)) as batches:
@@ -199,18 +200,21 @@ class _SizedBatches(Batches):
                 yield batch
 
     def choose_sizes(self) -> None:
-        """Choose the number of blocks and rows. Raises RequestTooLongError if the longest sequence does not fit."""
+        """Choose the number of blocks and rows. Raises ValueError if the longest sequence does not fit."""
         self._needs.sort(reverse=True)
         admission = self.kept.admission
         assert admission is not None
-        longest, prompt = self._needs[0]
-        admission.check(prompt, longest - prompt, known=0, held=0)
+        longest, prompt, line = self._needs[0]
+        try:
+            admission.check(prompt, longest - prompt, known=0, held=0)
+        except RequestTooLongError as error:
+            raise ValueError(f"line {line}: {error}") from error
         free, chosen = admission.free_bytes(), self._needs[: self._at_once]
         # Beside the keys, each layer has copies of them, and masks of every row with every key.
-        while len(chosen) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in chosen) > free:
+        while len(chosen) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, *_ in chosen) > free:
             chosen.pop()
-        pages = sum(-(-tokens // self._page) for tokens, _ in chosen)
-        rows = min(_MAX_ROWS, sum(prompt for _, prompt in chosen) + len(chosen))
+        pages = sum(-(-tokens // self._page) for tokens, *_ in chosen)
+        rows = min(_MAX_ROWS, sum(prompt for _, prompt, _ in chosen) + len(chosen))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(chosen) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
             sized["safety_margin"] = 0.0  # all sequences have their blocks to the end: no prompt waits for free blocks
@@ -218,45 +222,69 @@ class _SizedBatches(Batches):
 
 
 @contextlib.contextmanager
-def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
-    """Open a model, and close it when the block ends. ``given``: OPTIONS by name.
+def open_service(
+    name: str, config: MeshConfig, given: Mapping[str, Any], at_once: int | None = None
+) -> Iterator[Service]:
+    """Open the model ``name``, and close it when the block ends.
 
-    Raises ValueError for an invalid option, and what opening a model raises.
+    Args:
+        given: OPTIONS by name.
+        at_once: how many answers are computed together. None: ``DEFAULT_AT_ONCE`` where the model can.
+
+    Raises ValueError for an invalid option, or one without an effect, and what opening a model raises.
     """
-    source = source_of(model)
+    source = source_of(name)
     options = complete_options(given)
-    processor = open_processor(source, options["trust_remote_code"])
-    found = open_served(source, config, options)
-    prompts = Prompts(source.name, processor, found, options["arguments"], options["fetch_media"])
-    kept = KeptKeys(found, 0, Admission(found, find_needs(found, keeps_windows=False)))
-    layers = {type(layer) for layer in DynamicCache(config=found.config.get_text_config(decoder=True)).layers}
+    model, prompts = open_for_serving(source, config, options)
+    kept = KeptKeys(model, 0, Admission(model, find_needs(model, keeps_windows=False)))
+    layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
     # transformers' continuous batching supports no other layers.
-    batches = hasattr(found, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
-    if batches:
-        engine: Engine = _SizedBatches(kept, prompts.tokenizer, options["blocks"], at_once)
+    can_batch = hasattr(model, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+    _check_unused(config, options, at_once, can_batch)
+    if can_batch:
+        engine: Engine = _SizedBatches(kept, prompts.tokenizer, options["blocks"], at_once or DEFAULT_AT_ONCE)
     else:
         _LOG.warning("transformers computes %s one sequence at a time: it has no continuous batching.", source.name)
         engine = Engine(kept, prompts.tokenizer)
     try:
-        yield Service(source.name, found, prompts, engine, batches=batches)
+        yield Service(source.name, model, prompts, engine, batches=can_batch)
     finally:
         engine.stop()
         engine.worker.stop(timeout=_STOP_SECONDS)
+
+
+def _check_unused(config: MeshConfig, options: Mapping[str, Any], at_once: int | None, can_batch: bool) -> None:
+    """Raises ValueError for an option that would have no effect."""
+    if can_batch:
+        if config.speculation != "off":
+            raise ValueError(
+                f"--speculation {config.speculation} is not possible where requests are computed together: leave it out"
+            )
+    elif options["blocks"] or (at_once or 1) > 1:
+        name = f"cb-{next(iter(options['blocks']))}".replace("_", "-") if options["blocks"] else "at-once"
+        raise ValueError(
+            f"--{name} has no effect: transformers computes this model one sequence at a time. Leave it out"
+        )
 
 
 def check(service: Service, requests: Sequence[Request], path: Path) -> None:
     """Raises ValueError naming the first lines that would be refused."""
     api, wrong = OpenAI(service), []
     for request in requests:
+        if isinstance(service.engine, _SizedBatches):
+            service.engine.line = request.line
         try:
             if request.body.get("stream"):
                 raise ValueError("stream is true: leave it out")
             api.check(request.kind, request.body)
         except (AnsweredError, ValueError) as error:
             wrong.append(f"line {request.line}: {error}")
+    if not wrong and isinstance(service.engine, _SizedBatches):
+        try:
+            service.engine.choose_sizes()
+        except ValueError as error:
+            wrong.append(str(error))
     _raise_if(wrong, path)
-    if isinstance(service.engine, _SizedBatches):
-        service.engine.choose_sizes()
 
 
 async def answer(

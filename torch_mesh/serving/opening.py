@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from torch_mesh.config import MeshConfig
+from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts, check_template_arguments, template_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
 from torch_mesh.store.hub import check_model, local_folder
@@ -62,6 +63,26 @@ def source_of(model: str) -> Source:
     parts = found.groupdict()
     repo, revision, file = parts["repo"], parts["revision"] or "", parts.get("file")
     return Source(f"{repo}{revision}" + (f":{file}" if file else ""), repo, revision[1:] or None, file)
+
+
+def open_for_serving(
+    source: Source, config: MeshConfig, options: Mapping[str, Any], must_chat: bool = False
+) -> tuple[Any, Prompts]:
+    """Open a model, in evaluation mode, and its prompts.
+
+    Args:
+        options: those of ``complete_options``.
+        must_chat: raise for a model without a chat template.
+
+    Raises ValueError for a missing template or variables that it does not read, and what ``from_pretrained`` raises.
+    """
+    processor = open_processor(source, options["trust_remote_code"])
+    template = template_of(processor)
+    if must_chat and not template:
+        raise ValueError(f"{source.name} {NO_TEMPLATE}")
+    check_template_arguments(template, options)
+    model = open_served(source, config, options)
+    return model, Prompts(source.name, processor, model, options["arguments"], options["fetch_media"])
 
 
 def open_processor(source: Source, trust_remote_code: bool) -> Any:

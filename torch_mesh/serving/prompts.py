@@ -13,7 +13,7 @@ import torch
 
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.left_out import leave_out
-from torch_mesh.serving.requests import check_names, is_parts, wrong
+from torch_mesh.serving.requests import RESERVED_ARGUMENTS, check_names, is_parts, wrong
 from torch_mesh.serving.response_tools import qualified_name
 from torch_mesh.serving.tool_formats import AnswerFormat, answer_format
 
@@ -39,6 +39,30 @@ _MEDIA = {
 }
 
 
+def template_of(processor: Any) -> str | None:
+    """The chat template of a processor or a tokenizer; several are joined."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    found = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return "\n".join(found.values()) if isinstance(found, dict) else found
+
+
+def _reads(template: str | None, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", template or "") is not None
+
+
+def check_template_arguments(template: str | None, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a variable of ``--chat-template-kwargs`` that the server sets or ``template`` does not
+    read. ``options``: those of a server."""
+    for name in options["arguments"]:
+        if name in RESERVED_ARGUMENTS:
+            problem = "the server sets: give variables of the chat template only"
+        elif not _reads(template, name) and not (name == "enable_thinking" and options["reasoning"] != "auto"):
+            problem = "this model's chat template does not read: leave it out"
+        else:
+            continue
+        raise ValueError(f"--chat-template-kwargs has {name!r}, which {problem}")
+
+
 class Prompts:
     """Renders and tokenizes for one model.
 
@@ -61,8 +85,7 @@ class Prompts:
 
     @property
     def template(self) -> str | None:
-        found = getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
-        return "\n".join(found.values()) if isinstance(found, dict) else found
+        return template_of(self.processor)
 
     @property
     def special_ids(self) -> set[int]:
@@ -174,7 +197,7 @@ class Prompts:
             raise wrong(field, f"{kind} of {field}", address, needed)
 
     def reads(self, variable: str) -> bool:
-        return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
+        return _reads(self.template, variable)
 
     def _check_message(self, where: str, message: Mapping[str, Any], field: str) -> None:
         """Raises RequestError for a role or a field that the chat template does not read."""

@@ -169,7 +169,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     },
 }
 # Arguments of apply_chat_template that are no variables of the template.
-_RESERVED_ARGUMENTS = (
+RESERVED_ARGUMENTS = (
     "conversation",
     "add_generation_prompt",
     "tools",
@@ -461,7 +461,7 @@ def leave_out_tools(kinds: Sequence[str], functions: Sequence[dict[str, Any]]) -
 
 
 def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
-    for name in _RESERVED_ARGUMENTS:
+    for name in RESERVED_ARGUMENTS:
         if name in arguments:
             raise RequestError(
                 f"chat_template_kwargs has {name!r}, which the server sets: give variables of the chat template only.",

@@ -17,11 +17,10 @@ from torch_mesh.hf.compile import compile
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
-from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.opening import open_for_serving, source_of
 from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
-from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
-from torch_mesh.serving.server_options import check_address, check_key, complete_options
+from torch_mesh.serving.server_options import check_address, check_key, check_unused, complete_options
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch_mesh.serving.engine import Engine
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
+DEFAULT_KEPT_BYTES = 1 << 30
 GRACE = 5.0  # seconds for pending requests when the server stops
 AFTERMATH = 20.0  # further seconds for computations to end
 # Number of products that oneDNN keeps compiled, each of 0.3 MB. A forward has fewer. Prompts of all lengths would fill
@@ -44,7 +44,7 @@ class Server:
 
     Args:
         model: a folder, a GGUF file, or a model of the hub.
-        kept_bytes: memory for keys that are kept between requests.
+        kept_bytes: memory for keys that are kept between requests. None: ``DEFAULT_KEPT_BYTES`` where they can be.
         given: values of OPTIONS, by name.
         must_chat: raise for a model without a chat template.
 
@@ -55,7 +55,7 @@ class Server:
     _stopped = False
 
     def __init__(
-        self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any], must_chat: bool = False
+        self, model: str, config: MeshConfig, kept_bytes: int | None, given: Mapping[str, Any], must_chat: bool = False
     ) -> None:
         _check_packages()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _COMPILED_PRODUCTS)  # read with the first product
@@ -63,18 +63,16 @@ class Server:
         self.model = source.name
         # Before the model is opened, which may take long.
         options = complete_options(given)
+        check_unused(options, kept_bytes, config.speculation)
+        kept_bytes = DEFAULT_KEPT_BYTES if kept_bytes is None else kept_bytes
         check_key(options)
         check_address(options["host"], options["port"])
-        processor = open_processor(source, options["trust_remote_code"])
-        if must_chat and not getattr(processor, "chat_template", None):
-            raise ValueError(f"{self.model} {NO_TEMPLATE}")
-        opened = open_served(source, config, options)
+        opened, self.prompts = open_for_serving(source, config, options, must_chat)
         if options["compile"]:
             compile(opened)
             kept_bytes = 0  # steps over kept keys are not compiled
         else:
             pad_products(opened)
-        self.prompts = Prompts(self.model, processor, opened, options["arguments"], options["fetch_media"])
         limit = options["prefix_bytes"]
         with contextlib.ExitStack() as undo:
             prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None

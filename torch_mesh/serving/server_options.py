@@ -158,6 +158,23 @@ def _prefix_bytes(given: Mapping[str, Any]) -> int:
         raise ValueError(f"{error} Or give off.") from None
 
 
+def check_unused(options: Mapping[str, Any], kept_bytes: int | None, speculation: str) -> None:
+    """Raises ValueError for an option of a server that would have no effect.
+
+    ``kept_bytes``: as given. ``speculation``: of MeshConfig.
+    """
+    for name in ("compile", "continuous_batching"):
+        if options[name] and kept_bytes:
+            raise ValueError(
+                f"--keep-keys has no effect with --{name.replace('_', '-')}: leave it out, or --keep-keys 0"
+            )
+    if options["continuous_batching"] and speculation != "off":
+        raise ValueError(f"--speculation {speculation} is not possible with --continuous-batching: leave one out")
+    if options["blocks"] and not options["continuous_batching"]:
+        name = f"{_BATCHES}{next(iter(options['blocks']))}".replace("_", "-")
+        raise ValueError(f"--{name} has no effect without --continuous-batching: give that too, or leave it out")
+
+
 def check_key(given: Mapping[str, Any]) -> None:
     key, host = given["api_key"], given["host"]
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
