@@ -255,6 +255,31 @@ def test_metrics_equal_the_pools_statistics(client: Any, server: Any) -> None:
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
 
 
+def test_metrics_leave_a_pending_error_of_a_gpu_to_the_next_forward(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_mesh.statistics.stats.shared_devices_of", lambda _: pytest.fail("it was checked"))
+    assert _metrics(server)["slots"] == 48
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_error_is_of_the_options_only_before_the_first_token(
+    has_begun: bool, client: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate = server.kept._generate
+
+    def fail(**arguments: Any) -> None:
+        if has_begun:
+            generate(**arguments)
+        raise ValueError("no such value")
+
+    monkeypatch.setattr(server.kept, "_generate", fail)
+    own = {"extra_body": {"generation_config": '{"max_new_tokens": 3}'}}
+    with pytest.raises(openai.InternalServerError if has_begun else openai.BadRequestError, match="no such value"):
+        client.completions.create(model=server.model, prompt="a", **own)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
+
+
 def test_responses_are_streamed_on_request(client: Any, server: Any) -> None:
     ask = {"model": server.model, "input": TEXTS[0], "max_output_tokens": TOKENS, "temperature": 0}
     answer = client.responses.create(**ask)

@@ -173,16 +173,19 @@ class Engine:
                 )
             stream.finish()
         except Exception as error:  # noqa: BLE001  passed on to the client
-            stream.fail(
-                StoppingError() if self._stopping and isinstance(error, RuntimeError) else client_error(error, job)
-            )
+            stopped = self._stopping and isinstance(error, RuntimeError)
+            stream.fail(StoppingError() if stopped else client_error(error, job, has_begun=stream.read is None))
 
 
-def client_error(error: Exception, job: Job) -> Exception:
-    """The error for the client. Errors that the client did not cause are logged with their traceback."""
+def client_error(error: Exception, job: Job, has_begun: bool = False) -> Exception:
+    """The error for the client. Other errors than those for clients are logged with their traceback.
+
+    ``has_begun``: there is a first token, so that ``generate`` has accepted the options.
+    """
     if isinstance(error, AnsweredError):
         return error
-    if job.own_options and isinstance(error, _OPTION_ERRORS):
+    if job.own_options and not has_begun and isinstance(error, _OPTION_ERRORS):
+        _LOG.warning("A request with a generation_config has failed", exc_info=error)  # perhaps not because of it
         return RequestError(f"generate does not accept this generation_config: {error}", "generation_config")
     _LOG.error("A request has failed", exc_info=error)
     return FailedRequestError(f"{type(error).__name__}: {error}")

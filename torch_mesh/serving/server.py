@@ -22,7 +22,7 @@ from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
 from torch_mesh.serving.server_options import check_address, check_key, check_unused, complete_options
 from torch_mesh.statistics.counters import Stats
-from torch_mesh.statistics.stats import stats
+from torch_mesh.statistics.stats import pool_stats
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,7 +136,8 @@ class Server:
             asyncio.run(self._server.serve())
 
     def _counters(self) -> tuple[Stats, Counts]:
-        return stats(self.kept.model), self.kept.counts
+        # Not stats(): it counts each expert, and raises a pending error of a GPU, which the next forward would miss.
+        return pool_stats(self.kept.model, experts=False), self.kept.counts
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
