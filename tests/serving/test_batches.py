@@ -20,7 +20,6 @@ from torch_mesh.serving.batches import Batches
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import StoppingError
 
-
 LONG = 100  # tokens of a prompt whose answer goes on
 
 

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.prompts import Prompts
+from torch_mesh.serving.prompts import Prompts, response_messages
+from torch_mesh.serving.requests import checked_request
 
 ARGUMENTS = {"path": "a b", "lines": [1, 2]}
 JOINING = (  # as DeepSeek's
@@ -67,6 +68,17 @@ def test_arguments_are_text_for_a_template_that_joins_text(arguments: Any, rende
     assert render(JOINING, messages) == f"```json\n{json.dumps(ARGUMENTS)}\n```" * 2
     flat = {"role": "assistant", "tool_calls": [{"name": "read", "arguments": arguments}]}
     assert json.loads(render("{{ '' + messages[0].tool_calls[0].arguments }}", [flat])) == ARGUMENTS
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])
+def test_a_call_may_have_no_arguments(arguments: dict[str, Any], render: Render) -> None:
+    function = {"name": "look", **arguments}
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    checked_request("chat", {"messages": [message]}, "tiny", 9)
+    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [message]) == "{}"
+    item = {"type": "function_call", "call_id": "1", **function}
+    checked_request("responses", {"input": [item]}, "tiny", 9)
+    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", response_messages([item], None)) == "{}"
 
 
 def test_a_template_that_takes_no_form_of_the_arguments_is_an_error(render: Render) -> None:

@@ -138,3 +138,24 @@ def test_omitted_reasoning_is_an_empty_block_whose_signature_has_it_for_the_next
     for blocks, reasoning in ((content, "Why?"), ([theirs, content[1]], "Why not?")):
         (turn,) = _messages({"messages": [{"role": "assistant", "content": blocks}]}, {})
         assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": reasoning}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "arguments", "expected"),
+    [
+        ({}, {}, {"enable_thinking": False}),
+        ({}, {"enable_thinking": True}, {}),  # --reasoning on
+        ({"thinking": {"type": "adaptive"}}, {}, {}),
+        ({"thinking": {"type": "enabled"}}, {}, {"enable_thinking": True}),
+    ],
+)
+def test_a_message_without_thinking_turns_reasoning_off(
+    thinking: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    from torch_mesh.serving.anthropic_api import Anthropic
+
+    for reads, found in ((True, expected), (False, {})):
+        prompts = SimpleNamespace(
+            reads=lambda _, reads=reads: reads, default_arguments=arguments, format=answer_format("</think>", "")
+        )
+        assert Anthropic(SimpleNamespace(prompts=prompts))._thinking(thinking) == found  # type: ignore[arg-type]

@@ -326,3 +326,35 @@ def test_a_key_may_have_marks_that_do_not_end_it(key: str) -> None:
 def test_a_value_does_not_take_in_a_parameter_without_a_name() -> None:
     text = "<tool_call><function=f><parameter=a>\n1\n<parameter=>\n2\n</parameter></function></tool_call>"
     assert _read(BY_TAGS, text) == [Content(text)]
+
+
+def _text(pieces: list[Piece], kind: type) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind) and not isinstance(piece, Call))
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize("tools", ["", "<tool_call>"])
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("Write <think> before it. ", "Write <think> before it. ", ""),
+        (" \n<think>Hm.</think>\nWrite <think>x</think>.", "Write <think>x</think>.", "Hm."),
+        ("<think>Hm.</think>Yes.", "Yes.", "Hm."),
+        ("<thin ice", "<thin ice", ""),
+    ],
+)
+def test_reasoning_begins_before_any_content(text: str, content: str, reasoning: str, tools: str, step: int) -> None:
+    parser = parser_of(answer_format(f"<think></think>{tools}", ""), {} if tools else None, "")
+    pieces = [piece for start in range(0, len(text), step) for piece in parser.push(text[start : start + step])]
+    pieces += parser.end()
+    assert (_text(pieces, Content), _text(pieces, Reasoning)) == (content, reasoning)
+    parser = parser_of(answer_format("<think></think>", ""), None, "", continues=True)
+    assert _text([*parser.push("<think>a"), *parser.end()], Content) == "<think>a"
+
+
+@pytest.mark.parametrize("step", [1, 100])
+@pytest.mark.parametrize("rest", ["<tool_call>{", "<tool_call>none</tool_call>\nNo."])
+def test_white_space_before_what_is_no_call_is_content(rest: str, step: int) -> None:
+    parser, text = parser_of(BY_JSON, {}, ""), f"Look:\n\n{rest}"
+    pieces = [piece for start in range(0, len(text), step) for piece in parser.push(text[start : start + step])]
+    assert _text([*pieces, *parser.end()], Content) == text

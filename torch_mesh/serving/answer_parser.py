@@ -33,7 +33,7 @@ def parser_of(
         prompt_end: the end of the prompt, which may have begun the reasoning.
         continues: the prompt has begun the content.
     """
-    return _ChannelParser(continues) if format.channels else Parser(format, schemas, prompt_end)
+    return _ChannelParser(continues) if format.channels else Parser(format, schemas, prompt_end, continues)
 
 
 class _Reader:
@@ -70,10 +70,12 @@ class Parser(_Reader):
     format: AnswerFormat
     schemas: Mapping[str, Any] | None
     prompt_end: str
+    continues: bool = False
     _state: str = field(default="content", init=False)
     _text: str = field(default="", init=False)
     _blank: str = field(default="", init=False)  # held back: white space before a mark is not content
     _begun: bool = field(default=False, init=False)  # there was text since the last mark
+    _has_content: bool = field(default=False, init=False)  # no reasoning follows: a mark of it is text
     # In the text of a call: where to search for its end, and where its last complete value ends.
     _searched: int = field(default=0, init=False)
     _values_end: int = field(default=0, init=False)
@@ -83,6 +85,7 @@ class Parser(_Reader):
         if thinking and self.prompt_end.rstrip().endswith(thinking[0].rstrip()):
             self._state = "reasoning"
         self._begun = self._state == "content"
+        self._has_content = self.continues
 
     def end(self) -> list[Piece]:
         """The remaining pieces. An incomplete call is content."""
@@ -110,20 +113,35 @@ class Parser(_Reader):
         self._searched = max(self._searched, len(self._text) - len(tools.end) + 1)
         return None
 
+    def _see_content(self) -> None:
+        """Notice whether the text begins with content, and not with a mark or a part of one."""
+        text, marks = self._text.lstrip(), self._marks()
+        if (
+            self._state == "content"
+            and text
+            and not any(text.startswith(mark) or mark.startswith(text) for mark in marks)
+        ):
+            self._has_content = True
+
     def _pieces(self) -> Iterator[Piece]:
+        self._see_content()
         while found := self._next_mark():
             position, mark = found
             before, self._text = self._text[:position], self._text[position + len(mark) :]
             if self._state == "call":
                 yield from self._call(before)
+                self._see_content()
                 continue
             yield from self._text_pieces(before)
-            self._blank, self._begun = "", False
+            self._begun = False
             tools, thinking = self.format.tools, self.format.thinking
             if tools is not None and mark == tools.begin:
                 self._state = "call"
-            elif thinking is not None and mark in thinking:
+                continue  # white space before it is content, if it is no call
+            self._blank = ""
+            if thinking is not None and mark in thinking:
                 self._state = "reasoning" if mark == thinking[0] else "content"
+            self._see_content()
         if self._state != "call":
             ready, self._text = split_held(self._text, self._marks())
             yield from self._text_pieces(ready)
@@ -135,7 +153,7 @@ class Parser(_Reader):
             return (tools.end,) if tools is not None else ()
         if self.is_reasoning:
             return (thinking[1],) if thinking is not None else ()
-        found = (thinking[0],) if thinking is not None else ()
+        found = (thinking[0],) if thinking is not None and not self._has_content else ()
         return (*found, *filter(None, (tools.begin, tools.header, tools.footer))) if tools is not None else found
 
     def _text_pieces(self, text: str) -> Iterator[Piece]:
@@ -143,6 +161,7 @@ class Parser(_Reader):
             text = text.lstrip()
         self._begun = self._begun or bool(text)
         if not self._marks():
+            text, self._blank = self._blank + text, ""
             if text:
                 yield Content(text)
             return
@@ -155,14 +174,15 @@ class Parser(_Reader):
         tools = self.format.tools
         assert tools is not None
         self._state, self._searched, self._values_end = "content", 0, 0
+        blank, self._blank = self._blank, ""
         try:
             yield from tools.read(text, self.schemas or {})
         except NotACallError:
             broken, end, rest = text.partition(tools.end)
             if end:  # it was taken for a part of a value
                 self._text = rest + tools.end + self._text
-            self._begun = True
-            yield Content(tools.begin + broken + tools.end)
+            self._begun = self._has_content = True
+            yield Content(blank + tools.begin + broken + tools.end)
 
 
 class _ChannelParser(_Reader):

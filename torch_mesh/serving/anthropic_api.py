@@ -167,12 +167,15 @@ class Anthropic:
 
     def _thinking(self, given: Mapping[str, Any]) -> Body:
         """Variables of the chat template for ``thinking``. Raises RequestError."""
-        thinking = given.get("thinking", {"type": "adaptive"})
+        prompts = self._service.prompts
+        thinking = given.get("thinking")
+        if thinking is None:  # none, as in Anthropic's API, unless --reasoning or --chat-template-kwargs say otherwise
+            off = prompts.reads("enable_thinking") and "enable_thinking" not in prompts.default_arguments
+            return {"enable_thinking": False} if off else {}
         kind = thinking.get("type")
         if kind not in list(_THINKING):
             raise wrong("thinking", "thinking.type", kind, " or ".join(_THINKING))
         check_object("thinking", thinking, "thinking", {"type": ANY}, _THINKING[kind])
-        prompts = self._service.prompts
         has_switch = prompts.reads("enable_thinking")
         if kind == "disabled" and prompts.format.reasons and not has_switch:
             raise RequestError("This model's chat template has no switch for thinking: leave it out.", "thinking")

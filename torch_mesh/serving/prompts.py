@@ -80,7 +80,7 @@ class Prompts:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self._name = name
         self._model_type, self._device = model.config.model_type, model.device
-        self._arguments = dict(template_arguments)
+        self.default_arguments = dict(template_arguments)
         self._fetches = fetch_media
 
     @property
@@ -143,7 +143,7 @@ class Prompts:
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 **options,
-                **{**self._arguments, **arguments},
+                **{**self.default_arguments, **arguments},
             )
 
         def render(**options: Any) -> Any:
@@ -211,8 +211,9 @@ class Prompts:
         if made["role"] == "developer" and "developer" not in template:
             made["role"] = "system"
         for function in _functions(made):
-            if isinstance(function["arguments"], str):
-                function["arguments"] = json.loads(function["arguments"])
+            arguments = function.get("arguments")
+            if arguments is None or isinstance(arguments, str):
+                function["arguments"] = json.loads((arguments or "").strip() or "{}")
         content = made.get("content")
         if isinstance(content, list):
             parts = [self._part(part, field, made["role"]) for part in content]
@@ -359,7 +360,7 @@ def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
             messages.append({"role": "assistant", "content": item.get("content")})
             assistant()
         elif kind == "function_call" and "role" not in item:
-            call = {"name": qualified_name(item), "arguments": item["arguments"]}
+            call = {"name": qualified_name(item), "arguments": item.get("arguments")}
             calls = assistant().setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": call})
         else:

@@ -373,7 +373,10 @@ def _check_content(where: str, content: Any, field: str) -> None:
             raise wrong(field, f"{path}.type", kind, "text, image_url, video_url, audio_url or input_audio")
 
 
-def _is_json_object(value: Any) -> bool:
+def _are_arguments(value: Any) -> bool:
+    """Whether ``value`` is the arguments of a call. None and blank text stand for no arguments."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return True
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -382,7 +385,7 @@ def _is_json_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-_CALL_FIELDS = {"name": TEXT, "arguments": Kind("an object, as JSON text", _is_json_object)}
+_CALL_FIELDS = {"name": TEXT, "arguments": Kind("an object, as JSON text", _are_arguments)}
 _ITEM_FIELDS = {"type": ANY, "id": ANY, "status": ANY}
 
 
