@@ -283,7 +283,6 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
                 client.responses.create(model=server.model, input="In the beginning", max_output_tokens=1500)
             assert error.value.param == "max_output_tokens"
         configs = {
-            '{"do_sample": false}': "max_new_tokens in generation_config",
             '{"max_new_tokens": 2.5}': "1 or more",
             '{"max_new_tokens": 2, "renormalize_logits": "maybe"}': "True or False",
             '{"max_new_tokens": 2, "top_k": -1}': "0 or more",

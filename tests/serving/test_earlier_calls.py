@@ -78,7 +78,8 @@ def test_a_call_may_have_no_arguments(arguments: dict[str, Any], render: Render)
     assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [message]) == "{}"
     item = {"type": "function_call", "call_id": "1", **function}
     checked_request("responses", {"input": [item]}, "tiny", 9)
-    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", response_messages([item], None)) == "{}"
+    messages = response_messages([item], None)
+    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", messages) == "{}"
 
 
 def test_a_template_that_takes_no_form_of_the_arguments_is_an_error(render: Render) -> None:

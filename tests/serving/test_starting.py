@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +143,39 @@ def test_a_conversation_goes_on_after_what_is_refused(
     assert question == {"role": "user", "content": "In the beginning"}
     assert answer["role"] == "assistant" and answer["content"]
     assert contents["settings"]["config"]["max_new_tokens"] == 4
+
+
+def test_a_conversation_shows_reasoning_and_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import ChatCompletionStreamOutput
+
+    from torch_mesh.cli import conversation
+
+    deltas = [{"reasoning_content": "Why"}, {"reasoning_content": "?"}, {"content": "Yes"}, {"content": "."}, {}]
+
+    class Client:
+        async def chat_completion(self, *_: Any, **given: Any) -> Any:
+            assert "max_new_tokens" not in json.loads(given["extra_body"]["generation_config"])
+
+            async def chunks() -> AsyncIterator[Any]:
+                for delta in deltas:
+                    choices = [{"index": 0, "delta": {"role": "assistant"} | delta, "finish_reason": None}]
+                    yield ChatCompletionStreamOutput.parse_obj_as_instance({"choices": choices})
+
+            return chunks()
+
+    shown: list[str] = []
+
+    async def stream_output(_self: Any, stream: Any) -> tuple[str, str]:
+        async for chunk in await stream:
+            shown.append(chunk.choices[0].delta.content)
+        return "", "stop"
+
+    monkeypatch.setattr(conversation, "AsyncInferenceClient", lambda **_: contextlib.nullcontext(Client()))
+    monkeypatch.setattr(conversation.RichInterface, "stream_output", stream_output)
+    talk = conversation.Conversation("a", "http://127.0.0.1:9", {}, system_prompt=None, save_folder=".")
+    assert talk._answer("Is it?") is None
+    assert "".join(shown) == "<think>\nWhy?\n</think>\n\nYes."
+    assert talk._messages[-1] == {"role": "assistant", "content": "Yes."}
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_its_text(

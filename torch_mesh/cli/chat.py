@@ -12,6 +12,7 @@ from torch_mesh.cli.options import add_config_arguments, add_model_argument, giv
 from torch_mesh.cli.serve import OF_SERVERS, add_kept_keys, add_server_arguments, given_options
 
 _LOOPBACK = "127.0.0.1"
+_DEFAULT_TOKENS = 4096  # of an answer with its reasoning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flags",
         nargs="*",
         metavar="NAME=VALUE",
-        help="option of generate, such as max_new_tokens=500 or do_sample=False; directly after the model",
+        help="option of generate, such as max_new_tokens=500 (default: "
+        f"{_DEFAULT_TOKENS}, as far as the model has positions) or do_sample=False; directly after the model",
     )
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = given_config(arguments)
     generate_options = parse_flags(arguments.flags)  # before the model is opened
-    options = given_options(arguments) | {"host": _LOOPBACK, "port": 0}
+    options = given_options(arguments) | {"host": _LOOPBACK, "port": 0, "default_tokens": _DEFAULT_TOKENS}
     with (
         _reach_loopback(),  # before there are threads, as it changes the environment
         Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,

@@ -27,7 +27,7 @@ from transformers.cli.chat import (
     save_chat,
 )
 
-_DEFAULTS = {"do_sample": True, "max_new_tokens": 256}  # those of transformers chat
+_DEFAULTS = {"do_sample": True}  # as transformers chat. The server has the limit of tokens.
 _CONTINUE = "Please continue. Do not repeat text."
 
 
@@ -145,8 +145,17 @@ class Conversation:
 
             async def answer() -> AsyncIterator[Any]:
                 chunks = await client.chat_completion(messages, model=self._model, stream=True, extra_body=body)
+                is_reasoning = False
                 async for chunk in chunks:
-                    pieces.append(chunk.choices[0].delta.content or "")
+                    delta = chunk.choices[0].delta
+                    content, reasoning = delta.content or "", delta.get("reasoning_content") or ""
+                    pieces.append(content)  # templates drop the reasoning of earlier turns
+                    if reasoning and not is_reasoning:
+                        reasoning = f"<think>\n{reasoning}"
+                    elif content and is_reasoning:
+                        content = f"\n</think>\n\n{content}"
+                    is_reasoning = bool(reasoning) or (is_reasoning and not content)
+                    delta.content = reasoning + content  # the display shows content alone
                     yield chunk
 
             async def awaited() -> AsyncIterator[Any]:  # as stream_output takes it

@@ -347,11 +347,13 @@ class Service:
             config = GenerationConfig(**options)
         else:
             config = copy.deepcopy(theirs)
-            config.max_new_tokens = self._default_limit(prompt)
+            config.max_new_tokens = None
         if config.eos_token_id is None:
             config.eos_token_id = theirs.eos_token_id
         if given.get(limit) is not None:
             config.max_new_tokens = given[limit]
+        elif config.max_new_tokens is None:
+            config.max_new_tokens = self._default_limit(prompt)
         for name in _OPTION_FIELDS:
             if name in given:
                 setattr(config, name, given[name])
@@ -367,11 +369,6 @@ class Service:
         except OptionError as error:
             name = limit if error.name == "max_new_tokens" else error.name
             raise RequestError(str(error), name) from error
-        if config.max_new_tokens is None:  # its memory would be unknown
-            raise RequestError(
-                "This request has no limit of tokens: give max_new_tokens in generation_config.",
-                "generation_config",
-            )
         for name in SEQUENCE_COUNTS:
             if (count := getattr(config, name, None) or 1) > 1:
                 raise RequestError(
