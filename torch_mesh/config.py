@@ -19,8 +19,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_mesh.config_fields import FIELDS, GROUPS, REMOVED, ConfigFields, Field, without_links
 from torch_mesh.validators import shown
 
-# Variables that are not fields: the extension reads one when it is loaded, setup.py the other.
-_OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
+# Variables that are not fields: of the extension when it is loaded, of setup.py, and of torch-mesh serve.
+_OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING", "TORCH_MESH_API_KEY")
 _OF_TESTS = "TORCH_MESH_TEST_"
 
 # Fields that suit a machine, whatever the model.

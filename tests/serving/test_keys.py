@@ -92,6 +92,43 @@ def test_a_host_for_other_machines_needs_a_key(folder: Path, capsys: pytest.Capt
         assert "--api-key" in capsys.readouterr().err
 
 
+def test_the_key_may_be_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class OpenedError(Exception):
+        pass
+
+    def server(*given: Any) -> None:
+        seen.append(given[-1].get("api_key"))
+        raise OpenedError
+
+    monkeypatch.setattr("torch_mesh.serving.server.Server", server)
+    monkeypatch.setenv("TORCH_MESH_API_KEY", KEY)
+    for more in ([], ["--api-key", "another"]):
+        with pytest.raises(OpenedError):
+            main(["serve", str(folder), *more])
+    monkeypatch.setenv("TORCH_MESH_API_KEY", "")
+    with pytest.raises(OpenedError):
+        main(["serve", str(folder)])
+    assert seen == [KEY, "another", None]
+
+
+def test_a_server_without_a_key_is_asked_by_the_machines_own_names(
+    server: Any, serving: Callable[..., Any], folder: Path
+) -> None:
+    assert _get(server, "/health", {"Host": "example.org"})[0] == 200  # it has a key
+    for allow_anyone in (False, True):
+        keyless = serving(folder, MeshConfig(resident=1.0), allow_anyone=allow_anyone)
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "127.1.2.3", "[::1]:8000"):
+            assert _get(keyless, "/v1/models", {"Host": host})[0] == 200, host
+        for host in ("example.org", "localhost.example.org:8000", "127.0.0.1.example.org", "192.0.2.1", "[::2]"):
+            for path in ("/v1/models", "/v1/messages", "/health"):
+                status, body = _get(keyless, path, {"Host": host})
+                assert (status == 403) == (not allow_anyone), host
+                assert allow_anyone or json.loads(body)["error"]["code"] == "host_not_allowed"
+        keyless.stop()
+
+
 def test_a_host_for_others_listens_with_a_key_or_for_anyone(serving: Callable[..., Any], folder: Path) -> None:
     for more in ({"api_key": KEY}, {"allow_anyone": True}):
         server = serving(folder, MeshConfig(resident=1.0), host="0.0.0.0", **more)

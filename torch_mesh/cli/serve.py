@@ -37,9 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal arrives, then end the process."""
     from torch_mesh.serving.server import Server
+    from torch_mesh.serving.server_options import API_KEY_VARIABLE
 
-    config = given_config(arguments)
-    with Server(arguments.model, config, arguments.keep_keys, given_options(arguments)) as server:
+    config, options = given_config(arguments), given_options(arguments)
+    if key := os.environ.get(API_KEY_VARIABLE):
+        options.setdefault("api_key", key)
+    with Server(arguments.model, config, arguments.keep_keys, options) as server:
         print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
         stop_requested = Flag()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import hmac
+import ipaddress
 import json
 import logging
 import uuid
@@ -22,7 +23,8 @@ from torch_mesh.serving.answers import running
 from torch_mesh.serving.anthropic_api import Anthropic
 from torch_mesh.serving.errors import (
     AnsweredError,
-    KeyNeededError,
+    ApiKeyError,
+    HostError,
     MissingFieldError,
     answer_errors,
     describe,
@@ -39,12 +41,15 @@ _READ = ["GET", "HEAD"]
 QUIET = 10.0  # seconds of a silent stream until a comment keeps the connection open
 
 
-def build_app(service: Service, metrics: Metrics, allow_origins: bool, key: str | None) -> FastAPI:
+def build_app(
+    service: Service, metrics: Metrics, allow_origins: bool, api_key: str | None, host: str | None
+) -> FastAPI:
     """The application of one model.
 
     Args:
         allow_origins: accept requests of web pages of any site.
-        key: required of requests. None: no key.
+        api_key: required of requests. None: no key.
+        host: the loopback name or address by which requests have to ask, as any other of this machine. None: any host.
     """
     app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
@@ -52,8 +57,10 @@ def build_app(service: Service, metrics: Metrics, allow_origins: bool, key: str 
     _add_models(app, service.served)
     _add_state(app, service, metrics)
     # The middleware added last runs first.
-    if key is not None:
-        app.add_middleware(_Key, key=key)
+    if api_key is not None:
+        app.add_middleware(_ApiKeyMiddleware, key=api_key)
+    if host is not None:
+        app.add_middleware(_HostMiddleware, host=host)
     if allow_origins:
         readable = [left_out.HEADER, _REQUEST_ID.decode()]  # by a page's script
         app.add_middleware(
@@ -177,14 +184,36 @@ async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], st
                 await asyncio.gather(following, return_exceptions=True)
 
 
-class _Key:
+class _HostMiddleware:
+    """Refuses requests by another name than this machine's: it could belong to another site's page (DNS rebinding)."""
+
+    def __init__(self, app: Any, host: str) -> None:
+        self._app, self._host = app, host.lower()
+
+    async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "http" or self._is_own(dict(scope["headers"]).get(b"host", b"").decode("latin-1")):
+            return await self._app(scope, receive, send)
+        body, status = describe_at(scope["path"], HostError())
+        return await JSONResponse(body, status)(scope, receive, send)
+
+    def _is_own(self, given: str) -> bool:
+        name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+        if name.lower() in ("localhost", self._host):
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+class _ApiKeyMiddleware:
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         if scope["type"] != "http" or scope["path"] == "/health" or self._fits(dict(scope["headers"])):
             return await self._app(scope, receive, send)
-        body, status = describe_at(scope["path"], KeyNeededError())
+        body, status = describe_at(scope["path"], ApiKeyError())
         return await JSONResponse(body, status, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _fits(self, headers: dict[bytes, bytes]) -> bool:

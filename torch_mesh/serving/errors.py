@@ -58,7 +58,7 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
-class KeyNeededError(AnsweredError):
+class ApiKeyError(AnsweredError):
     """A request without the server's key, or with another."""
 
     status = 401
@@ -66,6 +66,19 @@ class KeyNeededError(AnsweredError):
 
     def __init__(self) -> None:
         super().__init__("This server requires its key (--api-key): send Authorization: Bearer KEY, or x-api-key: KEY.")
+
+
+class HostError(AnsweredError):
+    """A request by a host name that is not this machine's."""
+
+    status = 403
+    code = "host_not_allowed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server has no key and answers requests to localhost only: ask for localhost or 127.0.0.1, or start "
+            "it with --api-key, or --allow-anyone."
+        )
 
 
 class StoppingError(AnsweredError):
@@ -96,7 +109,13 @@ def _utf8(text: str) -> str:
 
 
 # Anthropic's names of errors, by status.
-_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "not_found_error"}
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+}
 
 
 def for_anthropic(body: dict[str, Any], status: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.serving.opening import open_for_serving, source_of
 from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
-from torch_mesh.serving.server_options import check_address, check_key, check_unused, complete_options
+from torch_mesh.serving.server_options import check_address, check_api_key, check_unused, complete_options
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import pool_stats
 
@@ -65,7 +65,7 @@ class Server:
         options = complete_options(given)
         check_unused(options, kept_bytes, config.speculation)
         kept_bytes = DEFAULT_KEPT_BYTES if kept_bytes is None else kept_bytes
-        check_key(options)
+        check_api_key(options)
         check_address(options["host"], options["port"])
         opened, self.prompts = open_for_serving(source, config, options, must_chat)
         if options["compile"]:
@@ -111,6 +111,7 @@ class Server:
             Metrics(self._counters, self.engine.progress),
             options["enable_cors"],
             options["api_key"],
+            options["host"] if options["api_key"] is None and not options["allow_anyone"] else None,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=options["host"], port=options["port"], log_level=log_levels[options["log_level"]])

@@ -23,6 +23,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
+API_KEY_VARIABLE = "TORCH_MESH_API_KEY"
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")  # transformers' names
 # Options of transformers' ContinuousBatchingConfig, there without the prefix.
 _BATCHES = "cb_"
@@ -69,8 +70,14 @@ OPTIONS = (
     ),
     Option("host", "localhost", str, "address to listen on"),
     Option("port", 8000, int, "port to listen on; 0: any free one"),
-    Option("api_key", None, str, "key that requests need, as Authorization: Bearer KEY or x-api-key: KEY"),
-    Option("allow_anyone", False, bool, "let other machines ask without a key"),
+    Option(
+        "api_key",
+        None,
+        str,
+        f"key that requests need, as Authorization: Bearer KEY or x-api-key: KEY; unless given, that of the variable "
+        f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
+    ),
+    Option("allow_anyone", False, bool, "let other machines ask without a key, and requests name any host"),
     Option("enable_cors", False, bool, "accept requests from web pages of any site (CORS)"),
     Option("log_level", "warning", str, "lowest level that is logged", _LOG_LEVELS),
     Option(
@@ -175,7 +182,7 @@ def check_unused(options: Mapping[str, Any], kept_bytes: int | None, speculation
         raise ValueError(f"--{name} has no effect without --continuous-batching: give that too, or leave it out")
 
 
-def check_key(given: Mapping[str, Any]) -> None:
+def check_api_key(given: Mapping[str, Any]) -> None:
     key, host = given["api_key"], given["host"]
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ValueError("--api-key has to be printable ASCII without blanks, since it is sent in a header")
