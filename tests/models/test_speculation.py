@@ -219,6 +219,8 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
     plain = generate(model, inputs, max_new_tokens=70)
     for _ in range(2):
         assert torch.equal(plain, generate(model, inputs, max_new_tokens=70, custom_generate=speculation))
+    counts = torch_mesh.stats(model).speculation
+    assert counts is not None and counts.tokens == 2 * texts * (plain.shape[1] - length - 1)
 
 
 def test_pool_statistics_are_counted_across_a_reset(original: PreTrainedModel) -> None:

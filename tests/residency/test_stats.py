@@ -222,6 +222,17 @@ def test_watch_without_a_terminal_prints_one_table_at_the_end(open_model: Callab
     assert "%" not in prefill and prefill.count("-") >= 7
 
 
+def test_watch_in_a_terminal_leaves_a_table_of_the_whole_time(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    console, out = _console(force_terminal=True)
+    with torch_mesh.watch(model, interval=0.1, console=console):
+        _run(model, 1, 4)
+        time.sleep(0.5)
+    counted = torch_mesh.stats(model)
+    [*_, every] = [line for line in out.getvalue().splitlines() if " all " in line]
+    assert percent(counted.hit_rate) in every
+
+
 def test_watch_in_a_terminal_survives_the_model(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     console, out = _console(force_terminal=True)

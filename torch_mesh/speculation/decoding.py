@@ -172,7 +172,7 @@ class Speculation:
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
             unused_drafting = drafting if chosen and not count else 0.0
-            held = rewinding.length()
+            held, running = rewinding.length(), text.running
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
             except BaseException:  # some or all layers already have the drafted tokens
@@ -189,7 +189,7 @@ class Speculation:
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds and seconds - unused_drafting, tier)
             controller.lose(unused_drafting)
-            tally.add(count, len(tokens), seconds, *pool.since())
+            tally.add(count, len(tokens), seconds, *pool.since(), texts=running)
             return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
 
         # A graph for each draft length and cache length: more than torch allows by default.
@@ -250,6 +250,11 @@ class _Text:
             found.append(own)
         length = min(map(len, found))
         return [own[:length] for own in found]
+
+    @property
+    def running(self) -> int:
+        """How many texts have not ended."""
+        return sum(self._running())
 
     def _running(self) -> list[bool]:
         """Which texts have not ended."""

@@ -108,20 +108,22 @@ class Tally:
         self._lengths: dict[int, dict[str, Any]] = {}
         self._drafted = self._accepted = 0
 
-    def add(self, drafted: int, tokens: int, seconds: float | None, stall_seconds: float, bytes_read: int) -> None:
-        """Count a forward that gave ``tokens``; ``seconds`` None: not timed."""
+    def add(
+        self, drafted: int, tokens: int, seconds: float | None, stall_seconds: float, bytes_read: int, texts: int = 1
+    ) -> None:
+        """Count a forward that gave ``tokens`` of each of ``texts``; ``seconds`` None: not timed."""
         zeros = {each.name: 0 for each in fields(DraftedCounters)}
         counts = self._lengths.setdefault(drafted, zeros)
         counts["forwards"] += 1
-        counts["tokens"] += tokens
+        counts["tokens"] += tokens * texts
         counts["stall_seconds"] += stall_seconds
         counts["bytes_read"] += bytes_read
         if seconds is not None:
             counts["timed"] += 1
-            counts["timed_tokens"] += tokens
+            counts["timed_tokens"] += tokens * texts
             counts["seconds"] += seconds
-        self._drafted += drafted
-        self._accepted += tokens - 1
+        self._drafted += drafted * texts
+        self._accepted += (tokens - 1) * texts
 
     def counters(self) -> SpeculationCounters:
         lengths = {length: DraftedCounters(**counts) for length, counts in list(self._lengths.items())}

@@ -27,8 +27,8 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
     >>> with torch_mesh.watch(model):
     ...     model.generate(**inputs)
 
-    Rates and percentages are of the last interval; undefined ones show ``-``. If ``console`` (default: standard output)
-    is not a terminal, one table of the whole time is printed at the end.
+    Rates and percentages are of the last interval, and at the end of the whole time; undefined ones show ``-``. If
+    ``console`` (default: standard output) is not a terminal, only the last table is printed.
 
     Raises MeshError for a model that is not patched, ValueError for an interval that is not positive.
     """
@@ -41,7 +41,10 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
         console.print(view.whole())
         return
     with Live(get_renderable=view.latest, console=console, refresh_per_second=1 / interval):
-        yield
+        try:
+            yield
+        finally:
+            view.has_ended = True
 
 
 class _View:
@@ -49,13 +52,14 @@ class _View:
         self._model = model
         self._begin = self._last = (time.monotonic(), pool_stats(model, experts=False))
         self._shown: RenderableType = ""
+        self.has_ended = False
 
     def latest(self) -> RenderableType:
         try:
             now = (time.monotonic(), pool_stats(self._model, experts=False))
         except MeshError:  # unpatched or closed: the last state stays
             return self._shown
-        self._shown = render(self._last, now)
+        self._shown = render(self._begin if self.has_ended else self._last, now)
         self._last = now
         return self._shown
 
