@@ -73,6 +73,7 @@ def test_commands_on_the_cpu_refuse_experts_on_a_gpu(
         (["convert", "here", "there", "--weights", "int4", "--revison=x"], " (did you mean --revision?)"),
         (["doctor", "--jsn"], " (did you mean --json?)"),
         (["inspect", "here", "there"], ""),
+        (["serve", "here", "--debug"], " (give it before the command)"),
         (["cache", "ls", "--foo"], ""),
         (["routing", "simulate", "trace.npz", "--sed"], " (did you mean --seed?)"),
         (["plan", "here", "--rank"], " (did you mean --ranks or --lora-rank?)"),

@@ -191,6 +191,23 @@ def test_a_model_of_text_is_told_that_a_tool_had_a_picture(
         )
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_picture_that_cannot_be_read_is_not_blamed_on_the_template(
+    reads: bool, server: Any, processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(*_: Any, tokenize: bool, **__: Any) -> str:
+        if tokenize or not reads:
+            raise OSError("image file is truncated")
+        return ""
+
+    monkeypatch.setattr(processor, "apply_chat_template", apply)
+    for path, body in _requests(PICTURE):
+        status, answer = post(server, path, body)
+        message = answer["error"]["message"]
+        assert status == 400 and "image file is truncated" in message
+        assert ("cannot be read" in message) == reads != ("chat template" in message)
+
+
 def test_sound_in_base64_is_never_a_path(server: Any, processor: Processor, files: list[str]) -> None:
     for given in (files[0], {"data": files[0]}, {"data": files[0], "format": "mp3"}):
         content = [{"type": "input_audio", "input_audio": given}]

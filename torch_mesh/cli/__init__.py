@@ -83,6 +83,8 @@ class _Command(argparse.ArgumentParser):
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
             if not option.startswith("-") and any(each.nargs == "*" for each in self._get_positional_actions()):
                 hint = " (give it before the options)"
+            if option == "--debug":
+                hint = " (give it before the command)"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,7 +159,11 @@ class Prompts:
             shown = render(tokenize=False) if later else ""
         except MemoryError:
             raise
-        except Exception as error:  # templates may raise anything
+        except Exception as error:  # templates and processors may raise anything
+            if _has_media(rendered) and _succeeds(lambda: render(tokenize=False)):  # which opens none
+                raise RequestError(
+                    f"{field} has a picture, video or sound that cannot be read: {error}.", field
+                ) from error
             raise RequestError(
                 f"The model's chat template does not accept this request: {error}. "
                 f"Change {field}, tools or chat_template_kwargs.",
@@ -318,6 +322,19 @@ def _join_instructions(messages: list[dict[str, Any]]) -> int:
     messages[0]["content"] = "\n\n".join(contents) if texts else [part for each in contents for part in each]
     del messages[1:count]
     return count - 1
+
+
+def _has_media(messages: Iterable[Mapping[str, Any]]) -> bool:
+    contents = (message["content"] for message in messages)
+    return any(part["type"] != "text" for content in contents if not isinstance(content, str) for part in content)
+
+
+def _succeeds(work: Callable[[], Any]) -> bool:
+    try:
+        work()
+    except Exception:  # noqa: BLE001
+        return False
+    return True
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:

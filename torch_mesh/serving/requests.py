@@ -307,6 +307,9 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA_PARTS = ("image_url", "input_image", "video_url", "audio_url")
+_PARTS = (*_TEXT_PARTS, *_MEDIA_PARTS, "refusal", "input_audio")
 _PART_FIELDS = {"type": ANY, "cache_control": ANY}
 _DETAIL = {"detail": only("auto", "high", "original", "low")}
 
@@ -346,10 +349,10 @@ def _check_content(where: str, content: Any, field: str) -> None:
         check(path, part, OBJECT, field)
         kind = part.get("type")
         check(f"{path}.type", kind, TEXT, field)
-        if kind in ("text", "input_text", "output_text"):
+        if kind in _TEXT_PARTS:
             earlier = {"annotations": ANY, "logprobs": ANY} if kind == "output_text" else {}
             check_object(path, part, field, {"text": TEXT}, _PART_FIELDS | earlier)
-        elif kind in ("image_url", "input_image", "video_url", "audio_url"):
+        elif kind in _MEDIA_PARTS:
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
             # Only pictures accept a bare URL.
@@ -391,8 +394,7 @@ _ITEM_FIELDS = {"type": ANY, "id": ANY, "status": ANY}
 
 def is_parts(content: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an input of the Responses API is the parts of one message, not a list of items."""
-    kinds = ("reasoning", "function_call", "function_call_output")
-    return "role" not in content[0] and content[0].get("type") not in kinds
+    return "role" not in content[0] and content[0].get("type") in _PARTS
 
 
 def _check_input(content: Any) -> None:
@@ -420,7 +422,8 @@ def _check_input(content: Any) -> None:
             check_object(where, item, "input", {"call_id": TEXT}, _ITEM_FIELDS | {"output": ANY})
             _check_content(f"{where}.output", item.get("output"), "input")
         else:
-            raise wrong("input", f"{where}.type", kind, "a message, reasoning, function_call or function_call_output")
+            allowed = "a message, reasoning, function_call or function_call_output"
+            raise wrong("input", f"{where}.type", kind, f"{allowed}; or parts of one message alone")
 
 
 def _check_tool(where: str, tool: Any) -> None:

@@ -127,7 +127,7 @@ class Service:
         named = _named_function(choice) if isinstance(choice, dict) else None
         if not functions:
             if choice == "required" or named is not None:
-                raise RequestError(f"tool_choice is {choice!r}, but there are no tools: give tools.", "tool_choice")
+                raise RequestError("tool_choice asks for a call, but there are no tools: give tools.", "tool_choice")
             return None
         if choice == "none":
             return None
