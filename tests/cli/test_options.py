@@ -144,15 +144,6 @@ def test_a_wrong_path_is_reported_before_a_download(
 
 
 @pytest.mark.parametrize(
-    ("former", "name"), [("verify", "inspect --verify"), ("fit", "routing fit"), ("simulate", "routing simulate")]
-)
-def test_a_renamed_command_names_its_new_name(former: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([former, "here"])
-    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"torch-mesh {former} is now torch-mesh {name}\n")
-
-
-@pytest.mark.parametrize(
     "arguments", [["report"], ["routing", "simulate"], ["routing", "fit", "model", "--out", "out", "--text"]]
 )
 def test_a_missing_file_is_named(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

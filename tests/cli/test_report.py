@@ -68,21 +68,6 @@ def test_a_reset_is_noticed_even_if_all_counts_are_larger_after_it(tmp_path: Pat
     assert [(part.begin, part.end, part.stats.hits) for part in run.stretches] == [(100, 102, 6), (104, 108, 3)]
 
 
-def test_counter_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    counts = {"accesses": 9, "stand_ins": 4, "prefetches_wasted": 3, "wasted_bytes": 4096}
-    counts |= {"kept_accesses": 5, "kept_hits": 2}
-    layer = counts | {"prefill": counts, "decode": counts}
-    file = write(
-        tmp_path / "s.jsonl",
-        layer | {"time": 100, "forward": 10, "per_layer": [layer], "slots": 5, "kept": 3, "max_slots": 7},
-    )
-    [run] = read_report(file).runs
-    for found in (run.total, run.total.decode, run.total.per_layer[0]):
-        assert (found.fallback_accesses, found.prefetches_unused, found.unused_prefetch_bytes) == (4, 3, 4096)
-        assert (found.early_accesses, found.early_hits) == (5, 2)
-    assert (run.total.slots, run.total.early, run.total.max_slots) == (5, 3, 7)
-
-
 def test_without_a_reset_counter_a_falling_count_is_a_reset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line(100, 10, [4, 5, 6], 2), line(102, 20, [14, 4, 16], 4), line(104, 30, [16, 6, 18], 5)]
     for each in lines:

@@ -33,14 +33,6 @@ COMMANDS = {
     "doctor": "explain what this machine offers and what to change",
 }
 
-# Former names of commands.
-_RENAMED = {
-    "verify": "inspect --verify",
-    "fit": "routing fit",
-    "profile": "routing profile",
-    "simulate": "routing simulate",
-}
-
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
 # Commands that work without the extension, or import it themselves.
 _UNCHECKED = ("cache", "doctor", "inspect")
@@ -119,8 +111,6 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND", required=True, parser_class=_Command
     )
     chosen = next((word for word in given if not word.startswith("-")), None)
-    if chosen in _RENAMED:
-        parser.error(f"torch-mesh {chosen} is now torch-mesh {_RENAMED[chosen]}")
     for name, about in COMMANDS.items():
         command = subparsers.add_parser(name, help=about)
         if name == chosen or given is COMMANDS:

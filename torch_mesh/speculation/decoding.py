@@ -188,7 +188,7 @@ class Speculation:
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds and seconds - unused_drafting, tier)
-            controller.lose(unused_drafting)
+            controller.spend(unused_drafting)
             tally.add(count, len(tokens), seconds, *pool.since(), texts=running)
             return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
 

@@ -28,12 +28,12 @@ class Lookup(Drafter):
 
     @property
     def tier(self) -> int:
-        _, alike = self._last_time()
+        _, alike = self._previous_match()
         return sum(alike < bound for bound in _TIER_BOUNDS) if alike else 0
 
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. If the previous occurrence is near the end, the draft repeats itself."""
-        position, alike = self._last_time()
+        position, alike = self._previous_match()
         if not alike:
             return ()
         text, drafted = self._tokens, list[int]()
@@ -41,7 +41,7 @@ class Lookup(Drafter):
             drafted.append(text[i] if i < len(text) else drafted[i - len(text)])
         return drafted
 
-    def _last_time(self) -> tuple[int, int]:
+    def _previous_match(self) -> tuple[int, int]:
         """The position after the previous occurrence of the longest ending, and the length of the match, as far as it
         matters."""
         text = self._tokens

@@ -29,15 +29,6 @@ from torch_mesh.statistics.snapshot import Snapshot, parse_snapshot
 _MAX_LINE_BYTES = 64 << 20  # bytes; a line of 100 layers has some 100,000
 _MAX_COUNT = 1 << 63  # JSON integers may have thousands of digits, too large for a float
 _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
-# Names of files of earlier versions.
-_EARLIER = {
-    "fallback_accesses": "stand_ins",
-    "prefetches_unused": "prefetches_wasted",
-    "unused_prefetch_bytes": "wasted_bytes",
-    "early_accesses": "kept_accesses",
-    "early_hits": "kept_hits",
-    "early": "kept",
-}
 
 
 @dataclass(frozen=True)
@@ -251,10 +242,6 @@ def _split(lines: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     yield part
 
 
-def _value(table: Mapping[str, Any], name: str, default: Any) -> Any:
-    return table.get(name, table.get(_EARLIER.get(name, name), default))
-
-
 def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot]:
     """Time, statistics and snapshot of one line. Unknown fields are ignored, missing counts are 0."""
 
@@ -264,7 +251,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot
     def counts(held: Any, where: str) -> dict[str, Any]:
         if not isinstance(held, Mapping):
             raise refuse(f"{where} is no object")
-        found = {name: _value(held, name, default) for name, default in _COUNTERS.items()}
+        found = {name: held.get(name, default) for name, default in _COUNTERS.items()}
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_COUNT:
                 raise refuse(f"{name} of {where} is {value!r} and no count")
@@ -287,7 +274,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot
     if not isinstance(table.get("run", ""), str):
         raise refuse(f"its run is {table['run']!r:.80}")
     per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
-    sizes = {name: _value(table, name, 0) for name in (*SIZES, "resets")}
+    sizes = {name: table.get(name, 0) for name in (*SIZES, "resets")}
     if not all(type(size) is int and 0 <= size < _MAX_COUNT for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
     lossy = table.get("lossy", "")
