@@ -312,6 +312,18 @@ def _gptq_config(**fields: Any) -> dict[str, Any]:
 
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
+
+def _with_groups_of(made: Kind, others: dict[str, Kind]) -> Kind:
+    """``made``, of compressed-tensors, with the weights of these patterns in other kinds."""
+    every = [made, *others.values()]
+    groups = {
+        f"group_{number}": {**kind.config["config_groups"]["group_0"], "format": kind.config["format"]}
+        for number, kind in enumerate(every)
+    }
+    config = made.config | {"format": "mixed-precision", "config_groups": groups}
+    return replace(made, config=config, others={pattern: kind.quantize for pattern, kind in others.items()})
+
+
 KINDS: dict[str, Callable[[], Kind]] = {
     "fp8": lambda: Kind(
         {"quant_method": "fp8", "weight_block_size": [64, 64], "fmt": "e4m3"},
@@ -426,6 +438,18 @@ MIXED: dict[str, Callable[[], Kind]] = {
         others={"experts": _gptq(symmetric=True, scales=torch.bfloat16)},
         nearest=("int4", 32),
     ),
+    "gptq_bits_by_layer": lambda: replace(
+        KINDS["gptq"](),
+        config=_gptq_config(dynamic={r"+:.*layers\.1\..*": {"bits": 8}}),
+        others={r"layers\.1\.": _gptq(symmetric=True, bits=8)},
+        nearest=("int4_fp16|int8_fp16:01", 32),
+    ),
+    "gptq_attention_in_8_bits": lambda: replace(
+        KINDS["gptq"](),
+        config=_gptq_config(dynamic={r"+:.*self_attn.*": {"bits": 8}}),
+        others={r"self_attn": _gptq(symmetric=True, bits=8)},
+    ),
+    "ct_attention_in_8_bits": lambda: _with_groups_of(KINDS["ct_int4"](), others={r"self_attn": KINDS["ct_int8"]()}),
     "fp8_scales_by_layer": lambda: replace(
         KINDS["fp8_blocks"](), others={r"layers\.1\.": _scales_of(_fp8_blocks, torch.bfloat16)}
     ),
@@ -522,7 +546,7 @@ def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _double_packed(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
-    (group,) = config["config_groups"].values()
+    (group,) = (group for group in config["config_groups"].values() if group.get("format") != "int-quantized")
     bits, scale = group["weights"]["num_bits"], parts[".weight_scale"].double()
     codes = _integers(parts[".weight_packed"], bits).double()
     zeros = torch.full_like(scale, 1 << (bits - 1))
@@ -533,8 +557,9 @@ def _double_packed(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _double_gptq(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
-    bits, scale = config["bits"], parts[".scales"].double()
-    codes = _integers(parts[".qweight"].t().contiguous(), bits)
+    words, scale = parts[".qweight"], parts[".scales"].double()
+    bits = 32 * words.shape[0] // len(parts[".g_idx"]) if ".g_idx" in parts else config["bits"]
+    codes = _integers(words.t().contiguous(), bits)
     zeros = _integers(parts[".qzeros"], bits)
     if config.get("checkpoint_format", "gptq") == "gptq":
         zeros = (zeros + 1) % (1 << bits)

@@ -203,7 +203,7 @@ def test_quantized_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, probl
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "gptq", "bits": 3},
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj": {"bits": 8}}},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj": {"bits": 3}}},
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},

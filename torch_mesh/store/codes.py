@@ -68,8 +68,10 @@ def kept_codes(
     extents: npt.NDArray[np.int64],
     raw_views: Mapping[str, RawView],
 ) -> KeptCodes | None:
-    """Codes of experts with values at ``extents`` and ``raw_views`` (``CheckpointExperts``), or the values if they are in
-    bf16; None if no single record format holds them all."""
+    """Codes of experts with values at ``extents`` and ``raw_views`` (``CheckpointExperts``), or their values in bf16.
+
+    None if no single record format holds them all.
+    """
     layers, experts = extents.shape[:2]
     layouts = _layouts(weights, extents)
     every = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}

@@ -170,8 +170,9 @@ def check_unquantized(folder: Path, headers: Sequence[Header]) -> None:
                 raise UnsupportedModelError(
                     f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantized weight, but neither a "
                     f"quantization_config of {folder}/config.json nor any of {others} beside it describes its "
-                    "quantization. Use the config.json that belongs to these weights, or the unquantized original. Of a "
-                    "model of the hub transformers fetches none of these files beside: download all of it (hf download)."
+                    "quantization. Use the config.json that belongs to these weights, or the unquantized original. "
+                    "transformers does not fetch the files beside it from the hub: download the whole model "
+                    "(hf download)."
                 )
 
 
@@ -228,7 +229,13 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> tuple[Layout, 
         _refuse(where, "compressed-tensors that rotates its weights (transform_config)")
     groups = config.get("config_groups") or {}
     schemes = [(group or {}).get("weights") or {} for group in groups.values()]
-    integers = {s["num_bits"] for s in schemes if s.get("type", "int") == "int" and "num_bits" in s}
+    # Integers in words; those of "int-quantized" groups are bytes, and show it.
+    packed = [
+        (group or {}).get("weights") or {}
+        for group in groups.values()
+        if ((group or {}).get("format") or config.get("format")) != "int-quantized"
+    ]
+    integers = {s["num_bits"] for s in packed if s.get("type", "int") == "int" and "num_bits" in s}
     layouts: list[Layout] = [nvfp4.CompressedTensors(), PackedMxfp4(), ScaledInt8()]
     structures = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]  # [8, 4] or "8x4"
     blocks = {tuple(map(int, given.split("x"))) if isinstance(given, str) else tuple(given) for given in structures}
@@ -260,11 +267,12 @@ def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
         _refuse(where, f"gptq of the format {form!r}")
     rules = (config.get("dynamic") or {}).items()
     others = {rule.get("bits", bits) for name, rule in rules if isinstance(rule, dict) and not name.startswith("-")}
-    if type(bits) is not int or bits not in (2, 4, 8) or others - {bits}:
-        _refuse(where, f"gptq of {sorted(map(str, {bits} | others))} bits")
+    every: list[Any] = list(dict.fromkeys([bits, *others]))
+    if not all(type(each) is int and each in (2, 4, 8) for each in every):
+        _refuse(where, f"gptq of {sorted(map(str, every))} bits")
     return (
         Gptq(
-            bits,
+            every,
             symmetric=config.get("sym") is True,
             ordered=bool(config.get("desc_act")),
             one_less=form == "gptq",
@@ -276,10 +284,12 @@ def _auto_round(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
     """An export in another tool's layout; auto-round's own differs in the zero points."""
     packing = config.get("packing_format")
     layers = [layer for layer in (config.get("extra_config") or {}).values() if isinstance(layer, dict)]
-    if {layer.get("bits", config.get("bits")) for layer in layers} - {config.get("bits"), 16, 32}:
-        _refuse(where, "auto-round of several numbers of bits")
+    others = {layer.get("bits", config.get("bits")) for layer in layers} - {config.get("bits"), 16, 32}
     if packing == "auto_round:auto_gptq":
-        return _gptq({"bits": config.get("bits"), "sym": config.get("sym")}, where)
+        rules = {str(bits): {"bits": bits} for bits in others}
+        return _gptq({"bits": config.get("bits"), "sym": config.get("sym"), "dynamic": rules}, where)
+    if others:
+        _refuse(where, "auto-round of several numbers of bits")
     if packing == "auto_round:auto_awq":
         return _awq({"bits": config.get("bits")}, where)
     _refuse(where, f"auto-round packed as {packing!r}")

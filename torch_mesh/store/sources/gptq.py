@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -35,9 +35,9 @@ class Gptq(Layout):
     others: ClassVar = {"zeros": [".qzeros"], "scale": [".scales"], "order": [".g_idx"]}
     required = frozenset({"zeros", "scale"})
 
-    def __init__(self, bits: int, *, symmetric: bool, ordered: bool, one_less: bool) -> None:
-        self._bits = bits
-        self._each = 32 // bits
+    def __init__(self, bits: Sequence[int], *, symmetric: bool, ordered: bool, one_less: bool) -> None:
+        """``bits``: those that weights may have, the usual one first."""
+        self._bits = tuple(bits)
         self._symmetric = symmetric
         self._ordered = ordered
         self._one_less = one_less  # the first version of the format stores zero points less one
@@ -47,7 +47,8 @@ class Gptq(Layout):
         check_dtype(parts, "codes", "I32")
         check_dtype(parts, "zeros", "I32")
         check_dtype(parts, "scale", *FLOATS)
-        columns, rows = parts["codes"].shape[0] * self._each, parts["codes"].shape[1]
+        each = 32 // self._bits_of(parts)
+        columns, rows = parts["codes"].shape[0] * each, parts["codes"].shape[1]
         scale = parts["scale"].shape
         if len(scale) != 2 or scale[1] != rows or not 0 < scale[0] <= columns:
             raise MisfitError(
@@ -55,20 +56,21 @@ class Gptq(Layout):
             )
         if "order" not in parts and columns % scale[0]:
             raise MisfitError("scale", f"has {scale[0]} groups, which do not divide {columns} inputs")
-        check_shape(parts, "zeros", (scale[0], -(-rows // self._each)))
+        check_shape(parts, "zeros", (scale[0], -(-rows // each)))
         check_shape(parts, "order", (columns,))
         check_dtype(parts, "order", "I32", "I64")
         return rows, columns
 
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         rows, columns = shape
+        bits = self._bits_of(parts)
         scale = scale_values(parts)
-        zeros = unpack_words(parts["zeros"], self._bits)[:, :rows]
+        zeros = unpack_words(parts["zeros"], bits)[:, :rows]
         if self._one_less:
             # A zero point of 0 was stored as the highest code.
-            zeros = (zeros + 1) & ((1 << self._bits) - 1)
+            zeros = (zeros + 1) & ((1 << bits) - 1)
         # Transposed while values take one byte.
-        values = unpack_words(parts["codes"].t(), self._bits).float()
+        values = unpack_words(parts["codes"].t(), bits).float()
         zeros, scale = zeros.t().float(), scale.t()
         groups = scale.shape[1]
         order = None if "order" not in parts else group_order(parts["order"], groups)
@@ -84,27 +86,33 @@ class Gptq(Layout):
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         rows, columns = shape
         scale = parts["scale"]
-        if self._bits == 2 or not self._is_plain(parts, shape) or rows % self._each:
+        bits = self._bits_of(parts)
+        if bits == 2 or not self._is_plain(parts, shape) or rows * bits % 32:
             return None
         if "order" in parts and parts["order"].dtype != "I32":
             return None
         size = DTYPE_BITS[scale.dtype] // 8
         scales = Scales(scale_type(scale), 1, columns // scale.shape[0], size, size * rows)
-        middle = 0x88 if self._bits == 4 else 0x80
+        middle = 0x88 if bits == 4 else 0x80
         return integer_codes(
-            self._bits,
+            bits,
             scales,
             columns,
-            run=self._each,
+            run=32 // bits,
             run_bytes=4 * rows,
             row_bytes=4,
-            flip=0 if self._bits == 4 else 0x80,
+            flip=0 if bits == 4 else 0x80,
             group_index="order" if "order" in parts else None,
-            zeros=middle - (0x11 if self._bits == 4 else 1) if self._one_less else middle,
+            zeros=middle - (0x11 if bits == 4 else 1) if self._one_less else middle,
         )
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return in_int8("no record has codes of 2 bits" if self._bits == 2 else UNLIKE_OURS)
+        return in_int8("no record has codes of 2 bits" if self._bits_of(parts) == 2 else UNLIKE_OURS)
+
+    def _bits_of(self, parts: Mapping[str, Tensor] | Mapping[str, torch.Tensor]) -> int:
+        """The bits of a weight, by the words of its zero points; the usual ones if these do not fit."""
+        rows, words = parts["codes"].shape[1], parts["zeros"].shape[-1:]
+        return next((bits for bits in self._bits if words == (-(-rows * bits // 32),)), self._bits[0])
 
     def _is_plain(self, parts: Mapping[str, Tensor], shape: Shape) -> bool:
         return self._symmetric and not self._ordered and is_multiple(shape[1], parts["scale"].shape[0])
