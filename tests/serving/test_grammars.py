@@ -68,10 +68,10 @@ def allows(mesh_tiny: Path) -> Allows:
     ) -> str:
         known, service = made[template]
         tools = service.tools(given) if given else None
-        lark = service._grammar(service.prompts.format, prompt_end, continues, tools, schema)
-        if lark is None:
+        constraint = service._constraint(service.prompts.format, prompt_end, continues, tools, schema)
+        if constraint is None:
             return "free"
-        matcher = llguidance.LLMatcher(known, lark[0], log_level=0)
+        matcher = llguidance.LLMatcher(known, constraint.lark, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         tokens = service.prompts.tokenizer(answer)["input_ids"]
         if matcher.try_consume_tokens(tokens) < len(tokens):

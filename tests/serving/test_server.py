@@ -581,7 +581,7 @@ def test_compiled_steps_are_one_graph_for_all_requests(folder: Path, monkeypatch
 
     options = {"host": "127.0.0.1", "port": 0, "compile": True}
     monkeypatch.setattr("torch_mesh.hf.compile.CompileConfig", functools.partial(CompileConfig, backend="eager"))
-    with Server(str(folder), MeshConfig(resident=1.0), 2**30, options) as server:
+    with Server(str(folder), MeshConfig(resident=1.0), None, options) as server:
         progress = server.engine.progress
         fractions, end = [], progress.end
 
@@ -602,4 +602,4 @@ def test_compiled_steps_are_one_graph_for_all_requests(folder: Path, monkeypatch
         assert set(fractions) == {1.0} and not server.kept.conversations
     monkeypatch.setattr("torch_mesh.hf.compile.can_compile", lambda model: False)
     with pytest.raises(UnsupportedModelError, match="leave out --compile"):
-        Server(str(folder), MeshConfig(resident=1.0), 2**30, options)
+        Server(str(folder), MeshConfig(resident=1.0), None, options)

@@ -57,16 +57,15 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], predictor: str | N
     routers: list[Any] = [None, *(find_router(model, layer) for layer in layers[1:])]
     if predictor is not None:
         routers = [*fitted_routers(model, layers, load_predictor(predictor, layers).weights)]
-    for index, router in enumerate(routers):  # the first layer runs after the last one, for the next token
-        module: Any = layers[index - 1].module
-        following: Any = layers[index].module
+    previous = [layers[-1], *layers[:-1]]  # the first layer runs after the last one, for the next token
+    for layer, before, router in zip(layers, previous, routers, strict=True):
+        module: Any = before.module
+        following: Any = layer.module
         if router is not None:
             # A clone: the op mutates its handle, and that of the layer's products is kept for their backward.
-            module._mesh_next = NextLayer(router, following._mesh_handle.clone(), layers[index].top_k)
-        elif index > 0:  # no model predicts the first layer with a router
-            module._mesh_lookahead_unsupported_reason = (
-                f"of the next layer, {router_unsupported_reason(model, layers[index])}"
-            )
+            module._mesh_next = NextLayer(router, following._mesh_handle.clone(), layer.top_k)
+        elif layer is not layers[0]:  # no model predicts the first layer with a router
+            module._mesh_lookahead_unsupported_reason = f"of the next layer, {router_unsupported_reason(model, layer)}"
 
 
 def check_predictor(layers: Sequence[ExpertsLayer], path: str | None, model: nn.Module | None = None) -> None:

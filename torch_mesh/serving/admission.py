@@ -75,14 +75,14 @@ def find_needs(model: Any, keeps_windows: bool) -> Needs:
         per_token = max(0, more - less) // (_PROBES[1] - _PROBES[0])
         window = first.sliding_window if getattr(first, "is_sliding", False) and not keeps_windows else None
         layers.append(LayerSize(max(0, less - per_token * _PROBES[0]), per_token, window))
-    about = config.per_layer_config[0]
+    first_layer = config.per_layer_config[0]
     pair_bytes = _MASK_PAIR_BYTES
     if attention_of(config) == "eager":
-        pair_bytes += about.num_attention_heads * _EAGER_PAIR_BYTES
-    elif getattr(about, "kv_lora_rank", None) is not None:
-        pair_bytes += about.num_attention_heads * _UNEVEN_PAIR_BYTES
+        pair_bytes += first_layer.num_attention_heads * _EAGER_PAIR_BYTES
+    elif getattr(first_layer, "kv_lora_rank", None) is not None:
+        pair_bytes += first_layer.num_attention_heads * _UNEVEN_PAIR_BYTES
     # Hidden states and residual, norms, queries, keys and values, and a dense layer's gate and up.
-    widths = 8 * config.hidden_size + 3 * (getattr(about, "intermediate_size", None) or 0)
+    widths = 8 * config.hidden_size + 3 * (getattr(first_layer, "intermediate_size", None) or 0)
     positions = getattr(config, "max_position_embeddings", None)
     return Needs(tuple(layers), widths * model.dtype.itemsize, pair_bytes, positions)
 
@@ -116,17 +116,17 @@ class Admission:
             return
         free = max(0, self.free_bytes() + held - other)
 
-        def peak(computed: int, prompt: int, tokens: int) -> int:
-            return self.needs.peak(computed, prompt, cache_length(self._model, tokens))
+        def peak(computed: int, read: int, tokens: int) -> int:
+            return self.needs.peak(computed, read, cache_length(self._model, tokens))
 
         needed = peak(prompt - known, prompt, prompt + new)
         if needed <= free:
             return
-        room = _largest(new, lambda more: peak(prompt - known, prompt, prompt + more) <= free)
+        room = _largest(new, lambda fewer: peak(prompt - known, prompt, prompt + fewer) <= free)
         if room > 0:
             advice = f"Ask for at most {room:,} new tokens"
         else:
-            rows = _largest(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
+            rows = _largest(prompt - known, lambda more: peak(more, known + more, known + more + new) <= free)
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "

@@ -69,6 +69,10 @@ class Answer:
         last, called = None, False
         held: list[Token] = []  # of content, or of a mark that has begun
         batches = self.engine.tokens(self.job)
+
+        def has_ended() -> bool:
+            return stops.found is not None or (called and self.one_call)
+
         try:
             async for batch in batches:
                 pieces: list[Piece] = []
@@ -87,12 +91,10 @@ class Answer:
                     if not parser.holds_text:
                         content, held = content + held, []
                     called = called or any(isinstance(piece, Call) for piece in pieces)
-                    if over := stops.found is not None or (called and self.one_call):
+                    if has_ended():
                         break
-                else:
-                    over = False
                 yield Part(_until_call(pieces) if self.one_call else pieces, content)
-                if over:
+                if has_ended():
                     break
         finally:
             await batches.aclose()

@@ -143,7 +143,7 @@ class OpenAI:
 
     def _chat_answers(self, given: Mapping[str, Any]) -> list[Answer]:
         service = self._service
-        limit = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        limit_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         tools = service.tools(given)
         arguments = service.template_arguments(given, given.get("reasoning_effort"), "reasoning_effort")
         inputs = service.prompts.encode_messages(
@@ -152,7 +152,7 @@ class OpenAI:
         return service.answers(
             _not_empty(inputs, "messages"),
             given,
-            limit=limit,
+            limit_field=limit_field,
             count=given.get("n", 1),
             top=given.get("top_logprobs", 0) if given.get("logprobs") else None,
             format=service.prompts.format,
@@ -266,7 +266,7 @@ class OpenAI:
         top = top if best == count or top is not None else 0  # best_of compares probabilities
         answers: list[Answer] = []
         for each in inputs:
-            answers += service.answers(_not_empty(each, "prompt"), given, limit="max_tokens", count=best, top=top)
+            answers += service.answers(_not_empty(each, "prompt"), given, limit_field="max_tokens", count=best, top=top)
             if given.get("echo") and given.get("logprobs") is not None:
                 service.check_score(each)
         return inputs, answers
@@ -357,7 +357,7 @@ class OpenAI:
         (answer,) = service.answers(
             _not_empty(inputs, "input"),
             given,
-            limit="max_output_tokens",
+            limit_field="max_output_tokens",
             top=given.get("top_logprobs", 0) if includes else None,
             format=service.prompts.format,
             tools=tools,

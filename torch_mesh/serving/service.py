@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,13 @@ _EARLY_OPTIONS: dict[str, Any] = {
 }
 # Of these, those that keep the tokens of every grammar possible.
 _BESIDE_GRAMMARS = {"guidance_scale", "encoder_repetition_penalty", "exponential_decay_length_penalty"}
+
+
+class Constraint(NamedTuple):
+    """What an answer has to be: ``lark``, a grammar of llguidance, because of ``field`` of the request."""
+
+    lark: str
+    field: str
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ class Service:
         inputs: Mapping[str, Any],
         given: Mapping[str, Any],
         *,
-        limit: str,
+        limit_field: str,
         count: int = 1,
         top: int | None = None,
         format: AnswerFormat | None = None,
@@ -192,7 +199,7 @@ class Service:
         Args:
             inputs: of the model.
             given: fields of the request, by their names in chat completions.
-            limit: the field with the number of tokens.
+            limit_field: the field with the number of tokens.
             count: the number of answers.
             top: record log-probabilities of the chosen and the ``top`` most probable tokens.
             format: how the model writes calls and reasoning; None for plain text.
@@ -202,20 +209,20 @@ class Service:
         Raises RequestError for invalid fields.
         """
         prompt = inputs["input_ids"].shape[-1]
-        config = self._config(given, limit, prompt)
+        config = self._config(given, limit_field, prompt)
         prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
-        lark = self._grammar(format, prompt_end, continues, tools, schema) if format is not None else None
-        if lark is not None:
-            self._check_beside_grammar(config, lark[1])
+        constraint = self._constraint(format, prompt_end, continues, tools, schema) if format is not None else None
+        if constraint is not None:
+            self._check_beside_grammar(config, constraint.field)
         if self._batches:
-            self._check_batched(given, top, lark)
+            self._check_batched(given, top, constraint)
         penalty = 1.0 if top is None else self._take_penalty(config)
         seed = given.get("seed")
         jobs = [
             Job(
                 inputs,
                 config,
-                self._processors(given, config, prompt, top, penalty, lark),
+                self._processors(given, config, prompt, top, penalty, constraint),
                 seed=None if seed is None else (seed + index) % 2**63,
                 own_options="generation_config" in given,
             )
@@ -224,7 +231,7 @@ class Service:
         try:
             self.engine.check(jobs[0], count)
         except RequestTooLongError as error:
-            error.param = limit
+            error.param = limit_field
             raise
         return [
             Answer(
@@ -248,7 +255,7 @@ class Service:
         prompt: int,
         top: int | None,
         penalty: float,
-        lark: tuple[str, str] | None,
+        constraint: Constraint | None,
     ) -> list[LogitsProcessor]:
         """New processors for one answer.
 
@@ -264,8 +271,9 @@ class Service:
         presence, frequency = given.get("presence_penalty", 0), given.get("frequency_penalty", 0)
         if presence or frequency:
             processors.append(Penalties(presence, frequency, prompt))
-        if lark is not None:
-            processors.append(Grammar(self.prompts.tokenizer, lark[0], _ends(config), prompt, lark[1]))
+        if constraint is not None:
+            tokenizer = self.prompts.tokenizer
+            processors.append(Grammar(tokenizer, constraint.lark, _ends(config), prompt, constraint.field))
         return processors
 
     def _take_penalty(self, config: GenerationConfig) -> float:
@@ -338,20 +346,20 @@ class Service:
                     found += [token_logprobs(row, token, top) for row, token in zip(rows, tokens.tolist(), strict=True)]
         return found
 
-    def _config(self, given: Mapping[str, Any], limit: str, prompt: int) -> GenerationConfig:
+    def _config(self, given: Mapping[str, Any], limit_field: str, prompt: int) -> GenerationConfig:
         """Options of ``generate``. ``prompt``: its number of tokens. Raises RequestError."""
         theirs: GenerationConfig = self.model.generation_config
         if "generation_config" in given:
             options = json.loads(given["generation_config"])
-            _check_agreement(given, options, limit)
+            _check_agreement(given, options, limit_field)
             config = GenerationConfig(**options)
         else:
             config = copy.deepcopy(theirs)
             config.max_new_tokens = None
         if config.eos_token_id is None:
             config.eos_token_id = theirs.eos_token_id
-        if given.get(limit) is not None:
-            config.max_new_tokens = given[limit]
+        if given.get(limit_field) is not None:
+            config.max_new_tokens = given[limit_field]
         elif config.max_new_tokens is None:
             config.max_new_tokens = self._default_limit(prompt)
         for name in _OPTION_FIELDS:
@@ -367,7 +375,7 @@ class Service:
         try:
             normalize_options(config, theirs)
         except OptionError as error:
-            name = limit if error.name == "max_new_tokens" else error.name
+            name = limit_field if error.name == "max_new_tokens" else error.name
             raise RequestError(str(error), name) from error
         for name in SEQUENCE_COUNTS:
             if (count := getattr(config, name, None) or 1) > 1:
@@ -383,25 +391,25 @@ class Service:
         positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return default if positions is None else max(1, min(default, positions - prompt))
 
-    def _check_batched(self, given: Mapping[str, Any], top: int | None, lark: tuple[str, str] | None) -> None:
+    def _check_batched(self, given: Mapping[str, Any], top: int | None, constraint: Constraint | None) -> None:
         fields = ["seed"] if "seed" in given else []
         fields += [name for name in ("logit_bias", "presence_penalty", "frequency_penalty") if given.get(name)]
         if top is not None:  # best_of compares probabilities
             fields.append("best_of" if given.get("logprobs") is None and "best_of" in given else "logprobs")
-        if lark is not None:
-            fields.append(lark[1])
+        if constraint is not None:
+            fields.append(constraint.field)
         if fields:
             raise RequestError(f"{fields[0]} is not possible with --continuous-batching: leave it out.", fields[0])
 
-    def _grammar(
+    def _constraint(
         self,
         format: AnswerFormat,
         prompt_end: str,
         continues: bool,
         tools: Tools | None,
         schema: tuple[Mapping[str, Any], str] | None,
-    ) -> tuple[str, str] | None:
-        """The grammar of the answer, and its field. None: any answer."""
+    ) -> Constraint | None:
+        """The grammar of the answer. None: any answer."""
         strict = tools is not None and self._strict(format, tools)
         required = tools is not None and tools.required
         if schema is None and not strict and not required:
@@ -414,7 +422,7 @@ class Service:
         if tools is not None:
             calls = grammars.call_rules(tokenizer, format, tools.schemas, tools.several, tools.strict)
         lark = grammars.grammar(tokenizer, format, prompt_end, continues, value, calls, required)
-        return lark, field
+        return Constraint(lark, field)
 
     def _strict(self, format: AnswerFormat, tools: Tools) -> bool:
         """Whether a grammar checks the arguments of strict tools. What it does not check is noted."""
@@ -468,11 +476,11 @@ def _ends(config: GenerationConfig) -> list[int]:
     return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def _check_agreement(given: Mapping[str, Any], options: Mapping[str, Any], limit: str) -> None:
+def _check_agreement(given: Mapping[str, Any], options: Mapping[str, Any], limit_field: str) -> None:
     """Raises RequestError if a request's field and its generation_config give an option different values."""
     temperature = given.get("temperature")
     fields = [(name, given.get(name), name) for name in _OPTION_FIELDS]
-    fields.append((limit, given.get(limit), "max_new_tokens"))
+    fields.append((limit_field, given.get(limit_field), "max_new_tokens"))
     fields.append(("temperature", None if temperature is None else temperature > 0, "do_sample"))
     for field, value, option in fields:
         other = options.get(option)

@@ -311,7 +311,7 @@ def engine_stats(
     snapshots, epochs = [], []
     for engines in pools:
         seen = [each.detailed_stats() for each in engines]
-        snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
+        snapshots.append(seen[0] if len(seen) == 1 else _with_fallback(*seen))
         pairs = zip(engines, seen, strict=True)
         epochs.append(tuple(n for each, counts in pairs for n in (each.id, counts["resets"])))
     return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), expert_range=expert_range)
@@ -380,35 +380,36 @@ def _whole(layers: Sequence[LayerCounters]) -> dict[str, Any]:
     }
 
 
-def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
+def _with_fallback(exact: _C._DetailedStats, fallback: _C._DetailedStats) -> _C._DetailedStats:
     """``exact`` with the counts of ``lossy.fallback``'s engine."""
     added = exact.copy()
     phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
     for phase in phases:
-        counts = {name: exact[phase][name] + low[phase][name] for name in exact[phase]}
+        counts = {name: exact[phase][name] + fallback[phase][name] for name in exact[phase]}
         added[phase] = counts | {
             "forwards": exact[phase]["forwards"],
-            "fallback_accesses": low[phase]["accesses"],
-            **_times_with_low(exact[phase], low[phase]),
+            "fallback_accesses": fallback[phase]["accesses"],
+            **_times_with_fallback(exact[phase], fallback[phase]),
         }
-    added["experts"] = {name: exact["experts"][name] + low["experts"][name] for name in exact["experts"]}
-    added["prefetch_error"] = exact["prefetch_error"] or low["prefetch_error"]
-    added["resets"] = exact["resets"] + low["resets"]
+    added["experts"] = {name: exact["experts"][name] + fallback["experts"][name] for name in exact["experts"]}
+    added["prefetch_error"] = exact["prefetch_error"] or fallback["prefetch_error"]
+    added["resets"] = exact["resets"] + fallback["resets"]
     return added
 
 
-def _times_with_low(exact: _LayerCounts, low: _LayerCounts) -> _LayerCounts:
+def _times_with_fallback(exact: _LayerCounts, fallback: _LayerCounts) -> _LayerCounts:
     """The least time in forwards, and the most outside of them.
 
-    A forward of fallback experts includes the exact one of its layer. The exact pool counts the rest as outside, before
-    its own forward or before the next layer's. The rest is at least the time that the fallback pool waited for reads,
-    and at least the difference of the sums. How long exact forwards within others took is not counted.
+    A forward of fallback experts includes the exact one of its layer. The exact pool counts the rest, the fallback's
+    own time, as outside, before its own forward or before the next layer's. That is at least the time that the fallback
+    pool waited for reads, and at least the difference of the sums. How long exact forwards within others took is not
+    counted.
     """
     computing, outside = "expert_nanoseconds", "outside_nanoseconds"
-    rest = np.maximum(low["stall_nanoseconds"], low[computing] - exact[computing])
+    fallback_time = np.maximum(fallback["stall_nanoseconds"], fallback[computing] - exact[computing])
     # Which layers counted the rest is unknown. Taken from all in proportion, the total is that of the exact pool.
-    fraction = max(1 - rest.sum() / max(exact[outside].sum(), 1), 0)
-    return {computing: exact[computing] + rest, outside: (exact[outside] * fraction).astype(np.int64)}
+    fraction = max(1 - fallback_time.sum() / max(exact[outside].sum(), 1), 0)
+    return {computing: exact[computing] + fallback_time, outside: (exact[outside] * fraction).astype(np.int64)}
 
 
 def _combined(
