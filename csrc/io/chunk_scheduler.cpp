@@ -103,51 +103,64 @@ std::optional<ChunkRead> ChunkScheduler::next() {
         continue;
       }
       if (requests_[chunk.request].read.urgency != urgency) continue;
-      const int32_t drive = drive_for(chunk.file, chunk.failed_on, urgency);
+      const int32_t drive = drive_for(chunk, urgency);
       if (drive >= 0) return start(index, drive);
     }
     if (free_chunks_.empty() || !any_room(urgency)) continue;
     const IndexList& queue = queue_of(urgency);
     for (int32_t request = queue.front(); request >= 0; request = queue.next(request)) {
-      const int32_t drive = drive_for(next_piece(requests_[request]).from.file, 0, urgency);
+      const int32_t drive = drive_for(next_chunk(request), urgency);
       if (drive >= 0) return start(cut(request), drive);
     }
   }
   return std::nullopt;
 }
 
-int32_t ChunkScheduler::drive_for(int32_t file, uint32_t failed_on, Urgency urgency) const {
+int32_t ChunkScheduler::drive_for(const Chunk& chunk, Urgency urgency) const {
+  const int64_t bytes = chunk.bytes - chunk.resume;
   int32_t best = -1;
   const auto better = [&](int32_t drive) {
     if (best < 0) return true;
-    const bool failed = (failed_on >> drive & 1) != 0, best_failed = (failed_on >> best & 1) != 0;
-    return failed != best_failed ? best_failed
-                                 : time_to_read(drives_[drive]) < time_to_read(drives_[best]);
+    const bool failed = (chunk.failed_on >> drive & 1) != 0;
+    const bool best_failed = (chunk.failed_on >> best & 1) != 0;
+    return failed != best_failed
+               ? best_failed
+               : time_to_read(drives_[drive], bytes) < time_to_read(drives_[best], bytes);
   };
   for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
-    if (copies_.descriptor(file, drive) >= 0 && better(drive)) best = drive;
+    const bool lost = (chunk.lost_on >> drive & 1) != 0;
+    if (!lost && copies_.descriptor(chunk.file, drive) >= 0 && better(drive)) best = drive;
   }
   return best >= 0 && room(best, urgency) ? best : -1;
 }
 
-double ChunkScheduler::time_to_read(const Drive& drive) const {
-  // A drive whose speed is not known counts as the fastest, so that it is tried.
+double ChunkScheduler::time_to_read(const Drive& drive, int64_t bytes) const {
+  const auto seconds_per_byte = [](const Drive& each) {
+    return each.seconds / std::max(each.bytes_read, 1.0);
+  };
+  // A drive whose speed is not known counts as twice as fast as the fastest, so that it is tried.
   double fastest = std::numeric_limits<double>::infinity();
   for (const Drive& each : drives_) {
-    if (each.bytes_read > 0) fastest = std::min(fastest, each.seconds / each.bytes_read);
+    if (each.seconds > 0) fastest = std::min(fastest, seconds_per_byte(each));
   }
   if (std::isinf(fastest)) fastest = 1;
-  const double own = drive.bytes_read > 0 ? drive.seconds / drive.bytes_read : fastest;
-  return own * static_cast<double>(drive.bytes + chunk_bytes_);
+  const double own = drive.seconds > 0 ? seconds_per_byte(drive) : fastest / 2;
+  return own * static_cast<double>(drive.bytes + bytes);
 }
 
-void ChunkScheduler::count_begun(int32_t drive) {
+void ChunkScheduler::count_begun(const Chunk& chunk) {
   if (drives_.size() == 1) return;
-  for (Drive& each : drives_) {
-    if (++each.passed_over > kForgetSpeedAfter) each.seconds = each.bytes_read = 0;
+  for (int32_t index = 0; index < copies_.drives(); ++index) {
+    Drive& drive = drives_[index];
+    if (copies_.descriptor(chunk.file, index) < 0 || ++drive.passed_over <= kForgetSpeedAfter) {
+      continue;
+    }
+    drive.seconds = drive.bytes_read = 0;
+    drive.passed_over = 0;
   }
-  drives_[drive].passed_over = 0;
-  if (drives_[drive].chunks == 0) drives_[drive].counted_until = now_();
+  Drive& own = drives_[chunk.drive];
+  own.passed_over = 0;
+  if (own.chunks == 0) own.counted_until = now_();
 }
 
 void ChunkScheduler::count_read(Drive& drive, int64_t bytes) {
@@ -170,8 +183,10 @@ bool ChunkScheduler::any_room(Urgency urgency) const {
 
 bool ChunkScheduler::room(int32_t drive, Urgency urgency) const {
   const Drive& load = drives_[drive];
-  if (urgency != Urgency::kPrefetch) return load.bytes < max_bytes_under_way_;
-  const int32_t depth = static_cast<int32_t>(chunks_.size()) / copies_.drives();
+  const int32_t depth = std::max(1, static_cast<int32_t>(chunks_.size()) / copies_.drives());
+  if (urgency != Urgency::kPrefetch) {
+    return load.chunks < depth && load.bytes < max_bytes_under_way_;
+  }
   return load.chunks < std::max(1, depth / 4) &&
          load.bytes < std::min(max_bytes_under_way_, kMaxBytesBesidePrefetch);
 }
@@ -186,27 +201,28 @@ bool ChunkScheduler::skip_to_needed(Request& request) const {
   return request.cut_piece < request.read.pieces;
 }
 
-// A request with nothing left to cut has left the queue.
-const Piece& ChunkScheduler::next_piece(const Request& request) {
-  return request.read.piece[request.cut_piece];
+ChunkScheduler::Chunk ChunkScheduler::next_chunk(int32_t owner) const {
+  const Request& request = requests_[owner];
+  // A request with nothing left to cut has left the queue.
+  const Piece& piece = request.read.piece[request.cut_piece];
+  const int64_t bytes = std::min(chunk_bytes_, piece.from.bytes - request.cut_offset);
+  return {.state = ChunkState::kReady,
+          .request = owner,
+          .file = piece.from.file,
+          .offset = piece.from.offset + request.cut_offset,
+          .bytes = bytes,
+          .needed = std::min(bytes, piece.needed - request.cut_offset),
+          .to = piece.to + request.cut_offset};
 }
 
 int32_t ChunkScheduler::cut(int32_t owner) {
   Request& request = requests_[owner];
-  const Piece& piece = next_piece(request);
   const int32_t index = free_chunks_.back();
   free_chunks_.pop_back();
-  const int64_t bytes = std::min(chunk_bytes_, piece.from.bytes - request.cut_offset);
-  chunks_[index] = Chunk{.state = ChunkState::kReady,
-                         .request = owner,
-                         .file = piece.from.file,
-                         .offset = piece.from.offset + request.cut_offset,
-                         .bytes = bytes,
-                         .needed = std::min(bytes, piece.needed - request.cut_offset),
-                         .to = piece.to + request.cut_offset};
+  chunks_[index] = next_chunk(owner);
   ++ready_;
   ++request.chunks;
-  request.cut_offset += bytes;
+  request.cut_offset += chunks_[index].bytes;
   if (!skip_to_needed(request)) {
     queue_of(request.read.urgency).erase(owner);
     request.state = RequestState::kCut;
@@ -224,7 +240,7 @@ ChunkRead ChunkScheduler::start(int32_t index, int32_t drive) {
     result.begun = now_();
   }
   chunk.drive = drive;
-  count_begun(drive);
+  count_begun(chunk);
   drives_[drive].bytes += chunk.bytes - chunk.resume;
   ++drives_[drive].chunks;
   return ChunkRead{.chunk = index,
@@ -249,9 +265,8 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
     return;
   }
   const int error = static_cast<int>(-result);
-  const bool elsewhere = other_drive_left(chunk);
   // It is ready already, and next() will find it.
-  if (!final && (elsewhere || may_repeat(chunk, error))) {
+  if (!final && may_repeat(chunk, fault_of(error))) {
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
     // To our callers ENODATA means the end of the file, and EBADMSG that the owner of a shared pool
@@ -260,24 +275,14 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
   }
 }
 
-bool ChunkScheduler::other_drive_left(Chunk& chunk) const {
-  chunk.failed_on |= 1U << chunk.drive;
-  for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
-    if (copies_.descriptor(chunk.file, drive) >= 0 && (chunk.failed_on >> drive & 1) == 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
-bool ChunkScheduler::may_repeat(Chunk& chunk, int error) const {
+ChunkScheduler::Fault ChunkScheduler::fault_of(int error) {
   switch (error) {
     case EINTR:      // a signal came first
     case EAGAIN:     // the kernel ran out of something for a moment
     case EBUSY:      // likewise
     case ENOMEM:     // likewise; memory may come back
     case ECANCELED:  // the kernel dropped it, not this process
-      return ++chunk.stalls <= kMaxInterruptions;
+      return Fault::kInterruption;
     case EIO:        // the disk; the next attempt may be served by its own error correction
     case ENODATA:    // medium error, from the block layer
     case EREMOTEIO:  // target error
@@ -285,10 +290,28 @@ bool ChunkScheduler::may_repeat(Chunk& chunk, int error) const {
     case ENOLINK:    // the path to it went away
     case EILSEQ:     // its protection information did not match
     case EBADMSG:    // the file system's own checksum is wrong
-      return ++chunk.retries <= retries_;
-    default:  // EINVAL, EFAULT, EBADF, EISDIR, ESTALE …: the same again would fail the same way
-      return false;
+      return Fault::kDisk;
+    default:  // EINVAL, EFAULT, EBADF, EISDIR, ESTALE …
+      return Fault::kLasting;
   }
+}
+
+bool ChunkScheduler::may_repeat(Chunk& chunk, Fault fault) const {
+  const uint32_t own = 1U << chunk.drive;
+  if (fault == Fault::kLasting) chunk.lost_on |= own;
+  chunk.failed_on |= own;
+  if (is_on_other_than(chunk, chunk.failed_on)) return true;
+  chunk.failed_on = own | chunk.lost_on;  // drives take turns
+  if (!is_on_other_than(chunk, chunk.lost_on)) return false;
+  return fault == Fault::kInterruption ? ++chunk.stalls <= kMaxInterruptions
+                                       : ++chunk.retries <= retries_;
+}
+
+bool ChunkScheduler::is_on_other_than(const Chunk& chunk, uint32_t drives) const {
+  for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
+    if (copies_.descriptor(chunk.file, drive) >= 0 && (drives >> drive & 1) == 0) return true;
+  }
+  return false;
 }
 
 void ChunkScheduler::advance(int32_t index, int64_t bytes) {
@@ -306,7 +329,7 @@ void ChunkScheduler::advance(int32_t index, int64_t bytes) {
   // ends within it, each attempt returns the same bytes.
   chunk.resume = chunk.landed / alignment_ * alignment_;
   const bool ended = bytes == 0 || chunk.stalls > kMaxShortStalls;
-  if (ended && !other_drive_left(chunk)) {
+  if (ended && !may_repeat(chunk, Fault::kLasting)) {
     fail(index, ENODATA);
   } else if (unwanted(chunk)) {
     fail(index, ECANCELED);

@@ -75,7 +75,8 @@ class ChunkScheduler {
     int64_t landed = 0;      // bytes that are there, from the front
     int64_t resume = 0;      // where the next attempt starts: `landed`, aligned down
     int32_t drive = 0;       // of the last attempt
-    uint32_t failed_on = 0;  // a bit for each drive that has returned an error
+    uint32_t failed_on = 0;  // a bit for each drive to be avoided, since it has returned an error
+    uint32_t lost_on = 0;    // a bit for each whose error would be the same again
     int32_t retries = 0;     // after errors of the disk
     int32_t stalls = 0;      // attempts in a row without progress
   };
@@ -90,29 +91,35 @@ class ChunkScheduler {
   };
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
-  // The drive that will have read a chunk of `file` first, of those that have not failed, or else
-  // of all. -1 if it has no room.
-  int32_t drive_for(int32_t file, uint32_t failed_on, Urgency urgency) const;
-  // The time until a drive has read what is under way and one more chunk; in bytes while no drive's
+  // The drive that will have read the chunk first, of those that have not failed, or else of all
+  // but the lost ones. -1 if it has no room.
+  int32_t drive_for(const Chunk& chunk, Urgency urgency) const;
+  // The time until a drive has read what is under way and `bytes` more; in bytes while no drive's
   // speed is known.
-  double time_to_read(const Drive& drive) const;
-  void count_begun(int32_t drive);
+  double time_to_read(const Drive& drive, int64_t bytes) const;
+  void count_begun(const Chunk& chunk);
   void count_read(Drive& drive, int64_t bytes);
   // Whether a chunk may start on `drive`. A chunk under way cannot be overtaken, and shares the
   // drive with those that begin after it. So a prefetch begins only beside the last demand reads,
   // which it slows down little. Few are under way at a time, so that they delay the next demand
   // reads little.
   bool room(int32_t drive, Urgency urgency) const;
-  bool any_room(Urgency urgency) const;                    // on some drive
-  static const Piece& next_piece(const Request& request);  // of which cut() makes a chunk
+  bool any_room(Urgency urgency) const;  // on some drive
+  Chunk next_chunk(int32_t request) const;
   int32_t cut(int32_t request);
   bool skip_to_needed(Request& request) const;
   ChunkRead start(int32_t chunk, int32_t drive);
   void advance(int32_t chunk, int64_t bytes);
-  // After an error of the drive it was read from: whether another one has its file and has returned
-  // no error.
-  bool other_drive_left(Chunk& chunk) const;
-  bool may_repeat(Chunk& chunk, int error) const;
+  enum class Fault : uint8_t {
+    kInterruption,
+    kDisk,
+    kLasting,  // the same again would fail the same way
+  };
+  static Fault fault_of(int error);
+  // Notes a fault of the drive that it was read from. Whether it is worth another attempt: on a
+  // drive that has not failed, or a limited number of times on those that may do better.
+  bool may_repeat(Chunk& chunk, Fault fault) const;
+  bool is_on_other_than(const Chunk& chunk, uint32_t drives) const;
   bool unwanted(const Chunk& chunk) const;
   void fail(int32_t chunk, int error);
   void release(int32_t chunk);

@@ -69,9 +69,10 @@ struct ReaderOptions {
   std::string backend = "auto";  // uring where it works, else threads; "uring"; "threads"
   int32_t depth = 16;            // chunks under way for each drive
   int64_t chunk_bytes = 1 << 20;
-  // No chunk begins while this many bytes are under way. Reads under way together share the disk
-  // and end together, and all their records are computed after the last. 6 MiB keep a disk of 28
-  // GB/s busy for 0.2 ms, which is its latency; more only delay the first record.
+  // No chunk begins while this many bytes are under way; of several drives, 3 MiB on each at most.
+  // Reads under way together share the disk and end together, and all their records are computed
+  // after the last. 6 MiB keep a disk of 28 GB/s busy for 0.2 ms, which is its latency; more only
+  // delay the first record.
   int64_t max_bytes_under_way = 6 << 20;
   int32_t threads = 8;            // of the "threads" backend, for each drive
   int32_t retries = 3;            // repeats of a chunk after errors of the disk

@@ -35,8 +35,8 @@ struct PairInt8Dot {
   static Sum start(Words, int32_t) { return as_sums(broadcast_word(0)); }
 };
 
-// Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. For int4 alone
-// four could be added there before widening; that was no faster.
+// Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. A whole group of
+// smaller bytes may fit, see NarrowSums.
 template <typename Nibbles>
 struct PairNibbleDot : NibbleDot<Nibbles> {
   // How many times eight k-values' products fit into 16 bits.

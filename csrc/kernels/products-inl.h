@@ -457,7 +457,8 @@ inline void products_of_groups(const BlockProducts& products) {
 
 template <typename Dot, typename Scales, typename Group, typename Ahead = NothingAhead>
 inline void integer_products(const BlockProducts& products) {
-  if constexpr (narrow_sums_fit<Dot>(16 / 8)) {
+  constexpr int32_t kMinGroup = 16;
+  if constexpr (narrow_sums_fit<Dot>(kMinGroup / 8)) {
     if (narrow_sums_fit<Dot>(products.shape.group_size / 8)) {
       return products_of_groups<Dot, Scales, true, Group, Ahead>(products);
     }

@@ -61,6 +61,14 @@ ErrorPlace error_place(const Source& source, ExpertId id) {
   return {layer, expert, source.files[extent.file].path, extent.offset};
 }
 
+namespace {
+
+bool is_mirrored(const Source& source) {
+  return !source.files.empty() && !source.files.front().copies.empty();
+}
+
+}  // namespace
+
 Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pack,
                SlotMemory& memory, const Topology& topology, Done done)
     : options_(options),
@@ -332,7 +340,8 @@ bool Loader::checksum_matches(int32_t slot) {
   std::optional<uint64_t>& expected = checksums_[id];
   if (expected.value_or(checksum) != checksum) return false;
   expected = checksum;
-  if (options_.verify == Verify::kFirst) expected.reset();
+  // Another read of a mirrored file may be of other drives.
+  if (options_.verify == Verify::kFirst && !is_mirrored(source_)) expected.reset();
   return true;
 }
 
@@ -349,8 +358,7 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
 
 Error Loader::checksum_error(ExpertId id) const {
   const ErrorPlace place = error_place(source_, id);
-  const bool mirrored = !source_.files.empty() && !source_.files.front().copies.empty();
-  const std::string file = place.file + (mirrored ? " or a copy of it in mirrors" : "");
+  const std::string file = place.file + (is_mirrored(source_) ? " or a copy of it in mirrors" : "");
   return Error(ErrorKind::kChecksum, wrong_checksum(describe(source_, id), file, place.offset),
                place);
 }

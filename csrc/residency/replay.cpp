@@ -516,8 +516,12 @@ std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
     replays.emplace_back(ranks[rank], options, free_at[options.one_disk ? 0 : rank]);
   }
   auto exchange = exchange_seconds.begin();
+  auto next_check = std::chrono::steady_clock::now();
   for (int64_t forward = 0; forward < forwards; ++forward) {
-    check_interrupted(runtime, "a trace is replayed");
+    if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
+      check_interrupted(runtime, "a trace is replayed");
+      next_check = now + kInterruptSlice;
+    }
     for (Replay& replay : replays) replay.begin_forward(forward);
     for (int32_t layer = 0; layer < first.layers; ++layer) {
       double last = 0;

@@ -9,6 +9,7 @@
 #include <optional>
 #include <random>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "reader_fixture.h"
@@ -174,6 +175,12 @@ FileCopies two_drives() { return {2, {0, 2, 1, -1}}; }
 // read.
 ChunkScheduler::Time frozen() { return {}; }
 
+ChunkRead start(ChunkScheduler& scheduler) {
+  const std::optional<ChunkRead> read = scheduler.next();
+  if (!read) throw std::logic_error("no chunk may start");
+  return *read;
+}
+
 ReadRequest request_of_file(int32_t file, int64_t bytes) {
   ReadRequest request = plain_request(static_cast<uint64_t>(file), 0, bytes, Urgency::kDemand);
   request.piece[0].from.file = file;
@@ -185,7 +192,7 @@ TEST(ChunkScheduler, ARequestIsDividedAmongTheDrivesWithItsFile) {
   scheduler.add(request_of_file(0, 4 * 4096));
   scheduler.add(request_of_file(1, 2 * 4096));
   for (const int32_t descriptor : {0, 2, 0, 2, 1, 1}) {
-    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+    EXPECT_EQ(start(scheduler).descriptor, descriptor);
   }
   EXPECT_FALSE(scheduler.next());
 }
@@ -200,7 +207,7 @@ TEST(ChunkScheduler, TheDriveThatIsFreeFirstReadsTheNextChunk) {
   for (const size_t index : {1, 3, 5}) {  // of the second drive
     EXPECT_EQ(started[index].descriptor, 2);
     scheduler.complete(started[index].chunk, kMiB);
-    EXPECT_EQ(scheduler.next()->descriptor, 2);
+    EXPECT_EQ(start(scheduler).descriptor, 2);
     EXPECT_FALSE(scheduler.next());
   }
 }
@@ -248,7 +255,7 @@ TEST(ChunkScheduler, PrefetchBeginsOnAnIdleDriveBesideDemandOnAnother) {
   prefetch.urgency = Urgency::kPrefetch;
   scheduler.add(prefetch);
   for (const int32_t descriptor : {1, 1, 2, 2}) {
-    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+    EXPECT_EQ(start(scheduler).descriptor, descriptor);
   }
   EXPECT_FALSE(scheduler.next());
 }
@@ -259,7 +266,7 @@ TEST(ChunkScheduler, AReadForABusyDriveDoesNotHoldBackAnother) {
   scheduler.add(request_of_file(1, 4 * kMiB));  // on the first drive alone
   scheduler.add(request_of_file(0, 3 * kMiB));
   for (const int32_t descriptor : {1, 1, 1, 2, 2, 2}) {
-    EXPECT_EQ(scheduler.next()->descriptor, descriptor);
+    EXPECT_EQ(start(scheduler).descriptor, descriptor);
   }
   EXPECT_FALSE(scheduler.next());
 }
@@ -268,10 +275,10 @@ TEST(ChunkScheduler, AnErrorThatWouldRepeatIsTriedOnAnotherDrive) {
   for (const int64_t result : {int64_t{-ENODEV}, int64_t{0}}) {  // 0: the file has ended
     ChunkScheduler scheduler(4, 4096, kUnit, 0, kMaxBytes, two_drives(), frozen);
     scheduler.add(request_of_file(0, 4096));
-    scheduler.complete(scheduler.next()->chunk, result);
-    const auto again = scheduler.next();
-    EXPECT_EQ(again->descriptor, 2);
-    scheduler.complete(again->chunk, 4096);
+    scheduler.complete(start(scheduler).chunk, result);
+    const ChunkRead again = start(scheduler);
+    EXPECT_EQ(again.descriptor, 2);
+    scheduler.complete(again.chunk, 4096);
     EXPECT_EQ(scheduler.take_finished()->error, 0);
   }
 }
@@ -280,9 +287,9 @@ TEST(ChunkScheduler, AnErrorOfEveryDriveIsReported) {
   ChunkScheduler scheduler(4, 4096, kUnit, 3, kMaxBytes, two_drives(), frozen);
   scheduler.add(request_of_file(0, 4096));
   for (const int32_t descriptor : {0, 2}) {
-    const auto read = scheduler.next();
-    EXPECT_EQ(read->descriptor, descriptor);
-    scheduler.complete(read->chunk, -ENODEV);
+    const ChunkRead read = start(scheduler);
+    EXPECT_EQ(read.descriptor, descriptor);
+    scheduler.complete(read.chunk, -ENODEV);
   }
   EXPECT_FALSE(scheduler.next());
   const auto result = scheduler.take_finished();
@@ -294,14 +301,60 @@ TEST(ChunkScheduler, AfterAnErrorAnotherDriveIsRead) {
   ChunkScheduler scheduler(4, 4096, kUnit, /*retries=*/1, kMaxBytes, two_drives(), frozen);
   scheduler.add(request_of_file(0, 4096));
   for (const int32_t descriptor : {0, 2, 0}) {
-    const auto read = scheduler.next();
-    EXPECT_EQ(read->descriptor, descriptor);
-    scheduler.complete(read->chunk, -EIO);
+    const ChunkRead read = start(scheduler);
+    EXPECT_EQ(read.descriptor, descriptor);
+    scheduler.complete(read.chunk, -EIO);
   }
   EXPECT_FALSE(scheduler.next());
   const auto result = scheduler.take_finished();
   EXPECT_EQ(result->error, EIO);
   EXPECT_EQ(result->drive, 0);
+}
+
+TEST(ChunkScheduler, ADriveIsReadAgainAfterAnotherWasLost) {
+  ChunkScheduler scheduler(4, 4096, kUnit, /*retries=*/1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(0, 2 * 4096));
+  const ChunkRead first = start(scheduler), second = start(scheduler);
+  EXPECT_EQ(second.descriptor, 2);
+  scheduler.complete(second.chunk, -ENODEV);
+  const ChunkRead moved = start(scheduler);
+  EXPECT_EQ(moved.descriptor, 0);
+  scheduler.complete(first.chunk, -EIO);
+  const ChunkRead other = start(scheduler);
+  EXPECT_EQ(other.descriptor, 2);
+  scheduler.complete(other.chunk, -ENODEV);
+  const ChunkRead again = start(scheduler);
+  EXPECT_EQ(again.descriptor, 0) << "the other drive, though idle, would fail again";
+  scheduler.complete(again.chunk, 4096);
+  scheduler.complete(moved.chunk, 4096);
+  EXPECT_EQ(scheduler.take_finished()->error, 0);
+}
+
+TEST(ChunkScheduler, ADriveThatOnlyFailsIsSeldomTried) {
+  ChunkScheduler scheduler(4, 4096, kUnit, 1, kMaxBytes, two_drives(), [] { return test_time; });
+  int32_t tries = 0;
+  for (int32_t request = 0; request < 1000; ++request) {
+    scheduler.add(request_of_file(0, 4096));
+    while (const auto read = scheduler.next()) {
+      const bool fails = read->descriptor == 2;
+      tries += fails;
+      test_time += std::chrono::milliseconds(fails ? 1000 : 1);
+      scheduler.complete(read->chunk, fails ? -EIO : 4096);
+    }
+    EXPECT_EQ(scheduler.take_finished()->error, 0);
+  }
+  EXPECT_GE(tries, 1);
+  EXPECT_LE(tries, 1000 / 256 + 1);
+}
+
+TEST(ChunkScheduler, ManyChunksOfOneDriveLeaveSomeToAnother) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1, kMaxBytes, two_drives(), frozen);
+  scheduler.add(request_of_file(1, 8 * 4096));  // on the first drive alone
+  scheduler.add(request_of_file(0, 2 * 4096));
+  for (const int32_t descriptor : {1, 1, 1, 1, 2, 2}) {
+    EXPECT_EQ(start(scheduler).descriptor, descriptor);
+  }
+  EXPECT_FALSE(scheduler.next());
 }
 
 TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {

@@ -328,10 +328,13 @@ TEST(Resize, ADetachingSegmentIsWaitedForBeforeThoseAboveItAttach) {
 }
 
 TEST(Resize, AnInterruptEndsTheWait) {
+  static std::atomic<bool> interrupted;
+  interrupted = false;
   Runtime runtime{};
-  runtime.interrupted = [] { return true; };
+  runtime.interrupted = [] { return interrupted.load(); };
   BusyPool pool(30s, runtime);
   pool.block();
+  interrupted = true;
   EXPECT_EQ(kind_of([&] { pool->resize(1); }), ErrorKind::kInterrupted);
   pool->validate();
 }

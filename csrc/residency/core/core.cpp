@@ -189,7 +189,7 @@ void Core::warm_up() {
   read_ahead();
 }
 
-// Not before the last segment has come: reads do not depend on how fast segments come.
+// Not at each segment: the reads that a new size begins do not depend on how fast segments come.
 void Core::read_ahead_when_sized() {
   if (sizing_.settled()) read_ahead();
 }
@@ -201,6 +201,11 @@ void Core::resize(int32_t slots) {
 
 void Core::attached(int64_t segment) {
   sizing_.attached(segment);
+  read_ahead_when_sized();
+}
+
+void Core::attach_failed(int64_t segment) {
+  sizing_.attach_failed(segment);
   read_ahead_when_sized();
 }
 

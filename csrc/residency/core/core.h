@@ -92,7 +92,7 @@ class Core {
   void resize(int32_t slots);
   int64_t next_to_attach() { return sizing_.next_to_attach(); }
   void attached(int64_t segment);
-  void attach_failed(int64_t segment) { sizing_.attach_failed(segment); }
+  void attach_failed(int64_t segment);
   void detached(int64_t segment);
   void detach_failed(int64_t segment) { sizing_.detach_failed(segment); }
 
