@@ -19,7 +19,8 @@ def test_a_size_beyond_any_machine_is_a_value_error(field: str, value: str | int
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 400, "9" * 400 + "GB", "1." + "9" * 400, "٣GiB", b"8GiB", 1.5, "256.9", "256.5 B", -(2**70), None, []]
+    "value",
+    ["9" * 400, "9" * 400 + "GB", "1." + "9" * 400, "٣GiB", b"8GiB", 1.5, "256.9", "256.5 B", -(2**70), None, []],
 )
 def test_a_malformed_size_is_a_value_error(value: object) -> None:
     with pytest.raises(ValueError, match="workspace=.* is not a size"):

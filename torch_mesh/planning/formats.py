@@ -55,7 +55,12 @@ class FormatChoice:
 
 
 def dense_choices(
-    located: LocatedModel, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None, *, vocabularies: bool = False
+    located: LocatedModel,
+    config: MeshConfig,
+    rate: HitRate | None,
+    speeds: Speeds | None,
+    *,
+    vocabularies: bool = False,
 ) -> Iterator[DenseChoice]:
     """``dense`` in fewer bits, read at the same speed, with the same experts resident. ``vocabularies``: as for
     ``LocatedModel.sizes``."""

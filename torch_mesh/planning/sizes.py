@@ -78,7 +78,7 @@ class Sizes:
 
 
 def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) -> Sizes:
-    """The sizes of the model in ``folder`` with ``config``. Arguments and errors: ``locate`` and ``LocatedModel.sizes``."""
+    """The sizes of the model in ``folder`` with ``config``. Arguments, errors: ``locate``, ``LocatedModel.sizes``."""
     return locate(folder).sizes(config, vocabularies=vocabularies)
 
 
