@@ -190,8 +190,15 @@ def _register_with_transformers() -> None:
         importlib.import_module("torch_mesh.patching.quantizer")
 
 
+def _open_known_types() -> None:
+    if _unusable is None:
+        importlib.import_module("torch_mesh.hf.known_types")
+
+
 _torch = AfterImport(["torch"], ["torch"], _load_extension)
 _torch.watch()
+# transformers reads config.json before it imports what the next hook awaits.
+AfterImport(["transformers.configuration_utils"], ["transformers", "torch_mesh"], _open_known_types).watch()
 # Opening a model, a quantized config or the config of a GGUF file imports one of these.
 AfterImport(
     ["transformers.quantizers.auto", "transformers.integrations.gguf"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -347,6 +348,34 @@ assert set(calls) == {"quantizer", "sdpa", "save"}, calls
 def test_an_import_replaces_nothing_and_keeps_what_was_registered_before(mesh_tiny: Path, tmp_path: Path) -> None:
     done = warm.run(_LEAVES_ALONE, mesh_tiny, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+_OPENS_KIMI = """
+import builtins, sys
+{imports}
+
+def asked(*_):
+    raise AssertionError("asks whether to run the checkpoint's code")
+
+builtins.input = asked
+for trusts in {{}}, {{"trust_remote_code": True}}:
+    config = AutoConfig.from_pretrained(sys.argv[1], **trusts)
+    assert config.model_type == "deepseek_v3" and not hasattr(config, "auto_map"), config
+assert "torch_mesh.patching.quantizer" not in sys.modules
+"""
+
+
+_IMPORTS_IN_ORDER = ("import torch_mesh", "from transformers import AutoConfig")
+
+
+@pytest.mark.parametrize("imports", [_IMPORTS_IN_ORDER, _IMPORTS_IN_ORDER[::-1]])
+def test_the_first_model_of_a_program_may_have_an_unknown_type(imports: tuple[str, ...], tmp_path: Path) -> None:
+    """Before any module is imported that registers the format."""
+    code = {"AutoConfig": "configuration_deepseek.C"}
+    table = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    (tmp_path / "configuration_deepseek.py").write_text("raise AssertionError")
+    _run(_OPENS_KIMI.format(imports="\n".join(imports)), str(tmp_path))
 
 
 MakePackage = Callable[..., str]

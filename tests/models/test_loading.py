@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
-from torch_mesh.hf.compat import wrap
+from torch_mesh.hf.wrapping import wrap
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight

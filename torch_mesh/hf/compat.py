@@ -6,8 +6,6 @@ lists each with the versions that have it. ``tests/models/test_compat.py`` fails
 
 from __future__ import annotations
 
-import functools
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -186,23 +184,6 @@ def clear_quantized(config: Any) -> None:
     """Remove the quantization from a config."""
     vars(config).pop("quantization_config", None)
     vars(config).pop("_is_quantized", None)
-
-
-def wrap(owner: str, name: str, ours: Callable[..., Any]) -> None:
-    """Replace a function or method of an upstream module or class by ``ours(original, *args, **kwargs)``.
-
-    Replacements by other libraries stay inside. Raises KeyError if there is no such name.
-    """
-    target = pkgutil.resolve_name(owner)
-    found = vars(target)[name]
-    is_of_class = isinstance(found, classmethod)
-    theirs = found.__func__ if is_of_class else found
-
-    @functools.wraps(theirs)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, *args, **kwargs)
-
-    setattr(target, name, classmethod(wrapper) if is_of_class else wrapper)
 
 
 # PEFT

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.formats import FORMATS
-from torch_mesh.hf.compat import wrap
 from torch_mesh.hf.torch_compat import DDP_IGNORED
+from torch_mesh.hf.wrapping import wrap
 from torch_mesh.modules.experts import patched_modules, pools_of
 from torch_mesh.modules.packed_weight import PackedLinearWeight, PackedWeight
 

@@ -29,9 +29,10 @@ from transformers.utils.hub import create_and_tag_model_card
 
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.formats import FORMATS, format_of_layer, is_passthrough, name_of_layers, short_name
-from torch_mesh.hf.compat import has_own_adapters, wrap
+from torch_mesh.hf.compat import has_own_adapters
 from torch_mesh.hf.model_config import patched_models, without_config_metadata
 from torch_mesh.hf.streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
+from torch_mesh.hf.wrapping import wrap
 from torch_mesh.models.families import ExpertsLayer, find_experts, unpooled_layers
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters

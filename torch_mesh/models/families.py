@@ -20,7 +20,7 @@ from transformers import activations
 
 from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.formats import ExpertSizes
-from torch_mesh.hf.compat import default_apply_gate, gate_definer, own_gate, wrap
+from torch_mesh.hf.compat import default_apply_gate, gate_definer, own_gate
 from torch_mesh.models.activations import gate_named, limit_before_silu, softcap, swiglu
 from torch_mesh.models.expert_range import EXPERT_RANGE, ExpertRange
 
@@ -155,9 +155,6 @@ _SCORE_FUNCTIONS: dict[type[nn.Module], str] = {
     nn.Sigmoid: "sigmoid",
     activations.SqrtSoftplusActivation: "sqrtsoftplus",
 }
-
-# Model types of published configs that transformers does not know, their only architecture, and the type of that.
-SAME_MODELS = {"kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3")}
 
 # Families with unsupported experts, by their folder of transformers.models, and the reason.
 UNDECORATED: dict[str, str] = {
@@ -626,23 +623,6 @@ def _activation_name(function: Any) -> str | None:
     if isinstance(function, nn.GELU):
         return "gelu_tanh" if function.approximate == "tanh" else "gelu"
     return None
-
-
-def with_known_type(config: dict[str, Any]) -> dict[str, Any]:
-    """The table of a config.json with the model type that transformers has for its architecture (``SAME_MODELS``)."""
-    model_type = config.get("model_type")
-    architecture, known = SAME_MODELS.get(model_type if isinstance(model_type, str) else "", (None, None))
-    same = known is not None and config.get("architectures") == [architecture]
-    return {**config, "model_type": known} if same and model_type not in transformers.CONFIG_MAPPING else config
-
-
-def _config_with_known_type(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' reader of config.json."""
-    table, unused = theirs(*args, **kwargs)
-    return with_known_type(table), unused
-
-
-wrap("transformers.configuration_utils.PreTrainedConfig", "get_config_dict", _config_with_known_type)
 
 
 def _no_experts_message(model: nn.Module) -> str:

@@ -22,12 +22,12 @@ from torch_mesh.hf.compat import (
     gguf_config_readers,
     ignore_unexpected,
     replace_gguf_tokenizers,
-    wrap,
 )
 from torch_mesh.hf.expert_parallel import check_divisible, divide, expert_range_of, finish_forwards, prepare_forwards
 from torch_mesh.hf.parallelism_checks import check_launch, expert_ranks
 from torch_mesh.hf.saving import PatchedModelQuantizer
 from torch_mesh.hf.streaming_save import keep_conversions
+from torch_mesh.hf.wrapping import wrap
 from torch_mesh.models.families import ExpertsLayer, find_experts
 from torch_mesh.models.tables import TableLayer, embeddings, find_vocabularies
 from torch_mesh.modules.dense import dense_bytes

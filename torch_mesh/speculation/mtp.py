@@ -18,9 +18,9 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ContextManagers
 
 from torch_mesh.errors import MeshError, UnsupportedModelError
-from torch_mesh.hf.compat import wrap
 from torch_mesh.hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
 from torch_mesh.hf.parallelism_checks import divided_sizes
+from torch_mesh.hf.wrapping import wrap
 from torch_mesh.models.families import has_experts
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.speculation.controller import Controller

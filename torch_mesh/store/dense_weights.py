@@ -17,7 +17,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.errors import MeshError
-from torch_mesh.models.families import WEIGHT_DTYPES, with_known_type
+from torch_mesh.hf.known_types import with_known_type
+from torch_mesh.models.families import WEIGHT_DTYPES
 from torch_mesh.store.checkpoint import CheckpointExperts
 from torch_mesh.store.dtypes import DTYPES, NAMES
 from torch_mesh.store.gguf import is_gguf
