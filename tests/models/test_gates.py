@@ -16,6 +16,7 @@ from transformers import activations
 
 import torch_mesh
 from torch_mesh import UnsupportedModelError
+from torch_mesh.hf.compat import default_apply_gate
 from torch_mesh.models.activations import SWIGLUOAI, Gate, gate_named, limit_before_silu
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
@@ -84,6 +85,15 @@ def test_a_known_gate_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(type(find_experts(model)[0].module), "_apply_gate")
     with pytest.raises(UnsupportedModelError, match="GptOssExperts of transformers .* has no gate of its own"):
         find_experts(model)
+
+
+def test_a_class_of_the_same_name_is_not_taken_for_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS["DeepseekV4Experts"].build()
+    kind = type(find_experts(model)[0].module)
+    monkeypatch.setattr(kind, "__module__", "of_a_program")
+    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+    monkeypatch.setattr(kind, "_apply_gate", default_apply_gate)
+    assert {layer.fused_activation for layer in find_experts(model)} == {"silu"}
 
 
 def test_another_activation_runs_unfused() -> None:

@@ -591,7 +591,7 @@ def _top_k(path: str, config: Any) -> int:
 
 def _activation(module: Any) -> str | None:
     owner = gate_definer(type(module))
-    adapted = next((each.__name__ for each in type(module).__mro__ if each.__name__ in ADAPTERS), None)
+    adapted = next((each.__name__ for each in type(module).__mro__ if _is_adapted(each)), None)
     if owner is None and adapted is not None:
         raise UnsupportedModelError(
             f"{adapted} of transformers {transformers.__version__} has no gate of its own where torch_mesh expects "
@@ -599,12 +599,17 @@ def _activation(module: Any) -> str | None:
         )
     if owner is None or not getattr(module, "has_gate", True):
         return _activation_name(module.act_fn)
-    named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
+    named = ADAPTERS[owner.__name__](module) if _is_adapted(owner) else None
     if named is not None:
         with contextlib.suppress(ValueError):  # the config has limits that no kernel supports
             gate_named(named)
             return named
     return None
+
+
+def _is_adapted(kind: type) -> bool:
+    """Whether ``kind`` is the class that an entry of ``ADAPTERS`` means, not a program's own of the same name."""
+    return kind.__name__ in ADAPTERS and kind.__module__.partition(".")[0] in ("transformers", "torch_mesh")
 
 
 def _is_silu(function: Any) -> bool:
