@@ -80,8 +80,8 @@ class MeshConfig(ConfigFields, QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config from a checkpoint's config.json, which the environment overrides. Warns about unknown fields, as a
-        later release may write them, and about those that a checkpoint may not set."""
+        """The config from a checkpoint's config.json, which the environment overrides. Warns about fields that this
+        release does not know, which a later one may have written, and about those that a checkpoint may not set."""
         own = {name: value for name, value in stored.items() if name != "quant_method"}
         layers = own.pop("early_layers", None)
         if layers is not None:  # an earlier release wrote two numbers
@@ -93,14 +93,14 @@ class MeshConfig(ConfigFields, QuantizationConfigMixin):
                     f"The checkpoint's config.json sets {name}, which was removed and is ignored: {replacement}.",
                     stacklevel=2,
                 )
-        unknown = [name for name in own if name not in {*FIELDS, *GROUPS}]
+        own, unknown = _without_unknown(own)
         if unknown:
             warnings.warn(
-                f"The checkpoint's config.json sets {', '.join(unknown)}, which this release does not know and ignores: "
-                "upgrade torch_mesh, or remove the entry.",
+                f"The checkpoint's config.json sets {', '.join(unknown)}, which this release does not know and "
+                "ignores: upgrade torch_mesh, or remove the entry.",
                 stacklevel=2,
             )
-        flat = _flat({name: value for name, value in own.items() if name not in unknown}, stored=True)
+        flat = _flat(own, stored=True)
         refused = [FIELDS[name] for name, value in flat.items() if not FIELDS[name].is_of_checkpoint(value)]
         if refused:
             warnings.warn(
@@ -178,6 +178,23 @@ def _flat(given: Mapping[str, Any], group: str | None = None, *, stored: bool = 
         else:
             raise _unknown(name, group, [*known, *([] if group else GROUPS)])
     return flat
+
+
+def _without_unknown(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``stored`` without the fields that this release does not know, also of groups, and these fields' names as texts
+    that are safe to print."""
+    known: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in stored.items():
+        if name not in {*FIELDS, *GROUPS}:
+            unknown.append(f"{name!r:.80}")
+        elif name in GROUPS and isinstance(value, Mapping):
+            keys = {field.key for field in FIELDS.values() if field.group == name}
+            unknown += [f"{name}[{key!r:.80}]" for key in value if key not in keys]
+            known[name] = {key: part for key, part in value.items() if key in keys}
+        else:
+            known[name] = value
+    return known, unknown
 
 
 def _unknown(name: str, group: str | None, known: list[str]) -> Exception:

@@ -169,9 +169,12 @@ def test_a_checkpoint_sets_its_own_fields_and_none_of_this_machine() -> None:
             with pytest.warns(UserWarning, match=f"config.json sets {name}, which is ignored.* or {field.variable}"):
                 assert MeshConfig.of_checkpoint({"quant_method": "mesh", **stored}) == MeshConfig()
     assert set(MeshConfig.from_dict(OF_THIS_MACHINE).to_dict()) == {"quant_method", *OF_CHECKPOINT}
-    with pytest.warns(UserWarning, match=r"config.json sets polcy, which this release does not know .* upgrade"):
+    with pytest.warns(UserWarning, match=r"config.json sets 'polcy', which this release does not know .* upgrade"):
         config = MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru", "weights": "int4"})
     assert config == MeshConfig.of_checkpoint({"weights": "int4"})
+    later = {"policy": "lru", "residency": {"new\n": 1, "early_experts": [1, 4]}}
+    with pytest.warns(UserWarning, match=r"config.json sets residency\['new\\n'\], which this release does not know"):
+        assert MeshConfig.of_checkpoint(later) == MeshConfig(policy="lru", residency={"early_experts": (1, 4)})
 
 
 def test_a_checkpoint_with_the_fields_of_earlier_builds_opens() -> None:
