@@ -171,8 +171,8 @@ def check_unquantized(folder: Path, headers: Sequence[Header]) -> None:
                     f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantized weight, but neither a "
                     f"quantization_config of {folder}/config.json nor any of {others} beside it describes its "
                     "quantization. Use the config.json that belongs to these weights, or the unquantized original. "
-                    "transformers does not fetch the files beside it from the hub: download the whole model "
-                    "(hf download)."
+                    "transformers does not download these files from the hub: download the whole model (hf "
+                    "download) and open its folder."
                 )
 
 
