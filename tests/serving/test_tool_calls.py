@@ -353,6 +353,18 @@ def test_reasoning_begins_before_any_content(text: str, content: str, reasoning:
 
 
 @pytest.mark.parametrize("step", [1, 100])
+def test_reasoning_may_follow_a_call(step: int) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for between, content, reasoning in (("\n", "Sure.y", "x"), ("\nSo ", "Sure.So <think>x</think>y", "")):
+        text = f"Sure.\n{call}{between}<think>x</think>y"
+        parser = parser_of(answer_format("<think></think><tool_call>", ""), {"f": None}, "")
+        pieces = [piece for start in range(0, len(text), step) for piece in parser.push(text[start : start + step])]
+        pieces += parser.end()
+        assert (_text(pieces, Content), _text(pieces, Reasoning)) == (content, reasoning)
+        assert [piece for piece in pieces if isinstance(piece, Call)] == [Call("f", "{}")]
+
+
+@pytest.mark.parametrize("step", [1, 100])
 @pytest.mark.parametrize("rest", ["<tool_call>{", "<tool_call>none</tool_call>\nNo."])
 def test_white_space_before_what_is_no_call_is_content(rest: str, step: int) -> None:
     parser, text = parser_of(BY_JSON, {}, ""), f"Look:\n\n{rest}"

@@ -177,6 +177,7 @@ class Parser(_Reader):
         blank, self._blank = self._blank, ""
         try:
             yield from tools.read(text, self.schemas or {})
+            self._has_content = False  # models may reason between calls
         except NotACallError:
             broken, end, rest = text.partition(tools.end)
             if end:  # it was taken for a part of a value
