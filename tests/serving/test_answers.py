@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch_mesh.serving.answer_parser import Content, Piece
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.anthropic_api import _Message
 from torch_mesh.serving.engine import Job, Token
-from torch_mesh.serving.openai_api import OpenAI
+from torch_mesh.serving.openai_api import OpenAI, collect_all
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.tool_formats import Call, answer_format
 
@@ -147,6 +148,25 @@ def test_a_completion_begins_with_its_space(
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text.removeprefix(" ")
 
 
+@pytest.mark.parametrize("format", [None, answer_format("<think>", "")])
+@pytest.mark.parametrize("prompt", [["<s>"], ["<s>", "▁Hello"]])
+def test_the_first_token_with_log_probabilities_begins_as_the_text(
+    prompt: Sequence[str], format: Any, sentence_piece: Any
+) -> None:
+    ids = _ids(sentence_piece, "<s>", "▁Hello", "▁world")
+
+    async def tokens(job: Any) -> AsyncGenerator[list[Token], None]:
+        for token in ids:
+            yield [Token(token, TokenLogprobs(token, -1.0, ()))]
+
+    job = Job({"input_ids": torch.tensor([_ids(sentence_piece, *prompt)])}, GenerationConfig(max_new_tokens=3))
+    answer = Answer(SimpleNamespace(tokens=tokens), job, sentence_piece, format)
+    (found,) = asyncio.run(collect_all([answer]))
+    api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=sentence_piece)))  # type: ignore[arg-type]
+    shown = [api._token(each)["token"] for each in found.logprobs if each.token != ids[0]]
+    assert "".join(shown) == found.text == ("Hello world" if format or len(prompt) == 1 else " Hello world")
+
+
 def test_tokens_with_log_probabilities_join_to_the_text(sentence_piece: Any) -> None:
     api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=sentence_piece)))  # type: ignore[arg-type]
     start, hello, world, joined = _ids(sentence_piece, "<s>", "▁Hello", "▁world", "world")
@@ -154,5 +174,10 @@ def test_tokens_with_log_probabilities_join_to_the_text(sentence_piece: Any) -> 
     found = api._completion_logprobs([start, hello], [None, TokenLogprobs(hello, -1.0, ()), made])
     assert found["tokens"] == ["<s>", "Hello", " world"] and found["text_offset"] == [0, 0, 5]
     assert found["top_logprobs"][2] == {" world": -1.0, "world": -2.0}
+    begun = replace(made, begins_text=True)
+    found = api._completion_logprobs((), [begun, made])
+    assert found["tokens"] == ["world", " world"] and found["text_offset"] == [0, 5]
+    token = api._token(begun)
+    assert token["token"] == "world" and bytes(token["bytes"]) == b"world"
     found = api._completion_logprobs((), [made, made], 5)
     assert found["tokens"] == [" world", " world"] and found["text_offset"] == [5, 11]

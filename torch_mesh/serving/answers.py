@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch_mesh.serving.answer_parser import Piece, parser_of
 from torch_mesh.serving.engine import Job, Token
-from torch_mesh.serving.text import Detokenizer, Stops
+from torch_mesh.serving.text import PROMPT_END, Detokenizer, Stops
 from torch_mesh.serving.tool_formats import AnswerFormat, Call
 
 
@@ -62,7 +62,7 @@ class Answer:
         ends = {self.tokenizer.decode([token]) for token in self._ends}
         # A stop sequence that is the end itself changes nothing: the answer ends as it would without.
         shown = (*marks, *(stop for stop in self.stops if stop not in ends))
-        prompt = self.job.prompt.tolist() if self.format is None or self.continues else ()
+        prompt = self.job.prompt[-PROMPT_END:].tolist() if self.format is None or self.continues else ()
         text = Detokenizer(self.tokenizer, shown, self._ends, prompt)
         stops = Stops(self.stops)
         parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
@@ -81,6 +81,8 @@ class Answer:
                     self.count, last = self.count + 1, token.id
                     self.reasoning_count += parser.is_reasoning
                     was_content = parser.is_content
+                    if token.logprobs is not None and text.begins_with(token.id):
+                        token = Token(token.id, replace(token.logprobs, begins_text=True))
                     pieces += parser.push(stops.push(text.push(token.id)))
                     if self.format is None:
                         content.append(token)

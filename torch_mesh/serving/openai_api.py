@@ -199,15 +199,15 @@ class OpenAI:
         yield _DONE
 
     def _token(self, found: TokenLogprobs) -> Body:
-        top = [self._named(token, logprob) for token, logprob in found.top]
-        return {**self._named(found.token, found.logprob), "top_logprobs": top}
+        top = [self._named(token, logprob, found.begins_text) for token, logprob in found.top]
+        return {**self._named(found.token, found.logprob, found.begins_text), "top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> Body:
-        raw = self._bytes(token)
+    def _named(self, token: int, logprob: float, is_first: bool) -> Body:
+        raw = self._bytes(token, is_first)
         return {"token": _shown(raw), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
-    def _bytes(self, token: int) -> bytes:
-        return token_bytes(self._service.prompts.tokenizer, token)
+    def _bytes(self, token: int, is_first: bool) -> bytes:
+        return token_bytes(self._service.prompts.tokenizer, token, is_first)
 
     # Completions
 
@@ -279,7 +279,10 @@ class OpenAI:
         tokenizer = self._service.prompts.tokenizer
         hidden = frozenset(tokenizer.all_special_ids)  # the text leaves them out
         first = next((index for index, token in enumerate(ids) if token not in hidden), None) if prompt else None
-        raw = [token_bytes(tokenizer, token, is_first=index == first) for index, token in enumerate(ids)]
+        raw = [
+            self._bytes(token, index == first or (each is not None and each.begins_text))
+            for index, (token, each) in enumerate(zip(ids, found, strict=True))
+        ]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may have several tokens
         offsets, offset = [], start
         for token, each in zip(ids, raw, strict=True):
@@ -296,7 +299,7 @@ class OpenAI:
         """The most probable tokens and the chosen one. If tokens have the same text, the most probable one counts."""
         named: dict[str, float] = {}
         for token, logprob in (*found.top, (found.token, found.logprob)):
-            named.setdefault(_shown(self._bytes(token), "bytes:"), max(logprob, -9999.0))
+            named.setdefault(_shown(self._bytes(token, found.begins_text), "bytes:"), max(logprob, -9999.0))
         return named
 
     async def _completion_events(

@@ -24,6 +24,7 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the most probable tokens, in order
+    begins_text: bool = False  # no text is before it, also not that of a prompt
 
 
 class Recorder(LogitsProcessor):

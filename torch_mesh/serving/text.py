@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
-_PROMPT_END = 8  # tokens of a prompt that may be read again: a character has fewer
+PROMPT_END = 8  # tokens of a prompt that may be read again: a character has fewer
 
 
 class Detokenizer:
@@ -29,7 +29,7 @@ class Detokenizer:
         special = {*tokenizer.all_special_ids, *ends}
         self._hidden = frozenset(token for token in special if tokenizer.decode([token]) not in shown)
         # A sequence that is decoded alone loses the space before its first word, as SentencePiece writes it.
-        self._ids = self._whole_end([token for token in prompt[-_PROMPT_END:] if token not in self._hidden])
+        self._ids = self._whole_end([token for token in prompt[-PROMPT_END:] if token not in self._hidden])
         self._start = 0  # the first token that the next piece is decoded with
         self._read = len(self._ids)  # the end of the returned pieces
 
@@ -45,6 +45,10 @@ class Detokenizer:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
+
+    def begins_with(self, token: int) -> bool:
+        """Whether ``token``, if pushed now, is the first one that is decoded."""
+        return not self._ids and not self.hides(token)
 
     def hides(self, token: int) -> bool:
         return token in self._hidden
