@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +101,7 @@ def test_the_key_may_be_in_the_environment(folder: Path, monkeypatch: pytest.Mon
     class OpenedError(Exception):
         pass
 
-    def server(*given: Any) -> None:
+    def server(*given: Any, **_: Any) -> None:
         seen.append(given[-1].get("api_key"))
         raise OpenedError
 
@@ -113,19 +116,40 @@ def test_the_key_may_be_in_the_environment(folder: Path, monkeypatch: pytest.Mon
     assert seen == [KEY, "another", None]
 
 
+def _status_without_host(server: Any) -> int:
+    address = urllib.parse.urlsplit(server.address)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    connection._http_vsn, connection._http_vsn_str = 10, "HTTP/1.0"  # 1.1 requires the header
+    with contextlib.closing(connection):
+        connection.putrequest("GET", "/v1/models", skip_host=True)
+        connection.endheaders()
+        return connection.getresponse().status
+
+
 def test_a_server_without_a_key_is_asked_by_the_machines_own_names(
     server: Any, serving: Callable[..., Any], folder: Path
 ) -> None:
     assert _get(server, "/health", {"Host": "example.org"})[0] == 200  # it has a key
     for allow_anyone in (False, True):
         keyless = serving(folder, MeshConfig(resident=1.0), allow_anyone=allow_anyone)
-        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "127.1.2.3", "[::1]:8000"):
+        for host in (
+            "localhost",
+            "LOCALHOST:80",
+            "127.0.0.1:1",
+            "127.1.2.3",
+            "[::1]:8000",
+            "localhost.:1",
+            "[::ffff:127.0.0.1]:1",
+        ):
             assert _get(keyless, "/v1/models", {"Host": host})[0] == 200, host
         for host in ("example.org", "localhost.example.org:8000", "127.0.0.1.example.org", "192.0.2.1", "[::2]"):
             for path in ("/v1/models", "/v1/messages", "/health"):
                 status, body = _get(keyless, path, {"Host": host})
                 assert (status == 403) == (not allow_anyone), host
-                assert allow_anyone or json.loads(body)["error"]["code"] == "host_not_allowed"
+                error = {} if allow_anyone else json.loads(body)["error"]
+                assert allow_anyone or error["code"] == "host_not_allowed"
+                assert allow_anyone or (repr(host) in error["message"] and "TORCH_MESH_API_KEY" in error["message"])
+        assert _status_without_host(keyless) == 200
         keyless.stop()
 
 

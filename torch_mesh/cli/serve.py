@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Opens a model and serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/models of OpenAI's API, "
         "/v1/messages of Anthropic's, and /metrics for Prometheus. Only this machine can reach it unless --host says "
-        f"otherwise, which needs --api-key or --allow-anyone. Ctrl-C and SIGTERM end it within {END} seconds; running "
+        f"otherwise, which needs a key or --allow-anyone. Ctrl-C and SIGTERM end it within {END} seconds; running "
         "requests have five, and then get status 503. A second Ctrl-C ends it at once."
     )
     add_model_argument(parser)

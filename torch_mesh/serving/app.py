@@ -191,19 +191,21 @@ class _HostMiddleware:
         self._app, self._host = app, host.lower()
 
     async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        if scope["type"] != "http" or self._is_own(dict(scope["headers"]).get(b"host", b"").decode("latin-1")):
+        given = dict(scope["headers"]).get(b"host") if scope["type"] == "http" else None
+        if given is None or self._is_own(host := given.decode("latin-1")):  # every browser sends the header
             return await self._app(scope, receive, send)
-        body, status = describe_at(scope["path"], HostError())
+        body, status = describe_at(scope["path"], HostError(host))
         return await JSONResponse(body, status)(scope, receive, send)
 
     def _is_own(self, given: str) -> bool:
         name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
-        if name.lower() in ("localhost", self._host):
+        if name.lower().removesuffix(".") in ("localhost", self._host):
             return True
         try:
-            return ipaddress.ip_address(name).is_loopback
+            address = ipaddress.ip_address(name)
         except ValueError:
             return False
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class _ApiKeyMiddleware:

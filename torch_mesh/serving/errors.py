@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from torch_mesh.errors import MeshError
@@ -65,7 +66,10 @@ class ApiKeyError(AnsweredError):
     code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__("This server requires its key (--api-key): send Authorization: Bearer KEY, or x-api-key: KEY.")
+        super().__init__(
+            "This server requires its key (that of --api-key or TORCH_MESH_API_KEY): send Authorization: Bearer KEY, "
+            "or x-api-key: KEY."
+        )
 
 
 class HostError(AnsweredError):
@@ -74,10 +78,11 @@ class HostError(AnsweredError):
     status = 403
     code = "host_not_allowed"
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         super().__init__(
-            "This server has no key and answers requests to localhost only: ask for localhost or 127.0.0.1, or start "
-            "it with --api-key, or --allow-anyone."
+            f"The request's header Host is {reprlib.repr(host)}; without a key this server answers to localhost and "
+            "loopback addresses only: ask for localhost or 127.0.0.1, or start it with a key in the variable "
+            "TORCH_MESH_API_KEY, or with --allow-anyone."
         )
 
 

@@ -74,8 +74,8 @@ OPTIONS = (
         "api_key",
         None,
         str,
-        f"key that requests need, as Authorization: Bearer KEY or x-api-key: KEY; unless given, that of the variable "
-        f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
+        "key that requests have to send, as Authorization: Bearer KEY or x-api-key: KEY (default: that in the variable "
+        f"{API_KEY_VARIABLE}, which hides it from other users of this machine)",
     ),
     Option("allow_anyone", False, bool, "let other machines ask without a key, and requests name any host"),
     Option("enable_cors", False, bool, "accept requests from web pages of any site (CORS)"),
@@ -185,10 +185,14 @@ def check_unused(options: Mapping[str, Any], kept_bytes: int | None, speculation
 def check_api_key(given: Mapping[str, Any]) -> None:
     key, host = given["api_key"], given["host"]
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError("--api-key has to be printable ASCII without blanks, since it is sent in a header")
+        raise ValueError(
+            f"the key of --api-key or {API_KEY_VARIABLE} has to be printable ASCII without blanks, since it is sent in "
+            "a header"
+        )
     if key is None and not given["allow_anyone"] and not _is_loopback(host):
         raise ValueError(
-            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone for none"
+            f"--host {host} lets other machines ask, and there is no key: give one in {API_KEY_VARIABLE} or by "
+            "--api-key, or --allow-anyone for none"
         )
 
 
