@@ -33,6 +33,7 @@ _OPTION_ERRORS = (
     ArithmeticError,
     ImportError,  # an option that needs a package
 )
+_MAX_LOGGED = 500  # characters of an error that a client can cause
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,9 @@ def client_error(error: Exception, job: Job, has_begun: bool = False) -> Excepti
     if isinstance(error, AnsweredError):
         return error
     if job.own_options and not has_begun and isinstance(error, _OPTION_ERRORS):
-        _LOG.warning("A request with a generation_config has failed", exc_info=error)  # perhaps not because of it
+        # In one line, since clients decide how often; perhaps not because of the options.
+        about = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LOGGED]
+        _LOG.warning("A request with a generation_config has failed: %s", about)
         return RequestError(f"generate does not accept this generation_config: {error}", "generation_config")
     _LOG.error("A request has failed", exc_info=error)
     return FailedRequestError(f"{type(error).__name__}: {error}")
