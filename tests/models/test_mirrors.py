@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from tiny_models import TINY_MODELS, logits_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError
+from torch_mesh import _C, MeshConfig, StoreError
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.patching import quantizer
+from torch_mesh.patching import checkpoint_source, quantizer
 from torch_mesh.planning import machine
 from torch_mesh.planning.plan import plan
 from torch_mesh.planning.sizes import find_sizes
@@ -35,6 +37,22 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def copies(raw: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The copies that engines are given. Skips where they would be refused."""
+    if _C.direct_io_alignment(str(raw / "config.json")) < 0:
+        pytest.skip("the temporary folder has no direct I/O")
+    given: list[str] = []
+    source = _C.Source
+
+    def spy(**arguments: Any) -> Any:
+        given.extend(copy for of_file in arguments.get("copies", ()) for copy in of_file if copy)
+        return source(**arguments)
+
+    monkeypatch.setattr(_C, "Source", spy)
+    return given
+
+
+@pytest.fixture
 def mirror(raw: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(raw, tmp_path / "mirror"))
 
@@ -50,31 +68,38 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def test_output_is_equal_with_whole_and_partial_mirrors(
-    raw: Path, mirror: Path, tmp_path: Path, ids: torch.Tensor
+    raw: Path, mirror: Path, tmp_path: Path, ids: torch.Tensor, copies: list[str]
 ) -> None:
     partial = tmp_path / "partial"
     partial.mkdir()
     for shard in _shards(raw)[1:]:
         shutil.copy(shard, partial)
     expected = logits_of(_open(raw, resident=1.0), ids)
-    for mirrors in (mirror, f"{mirror},{partial}", [str(partial)]):
+    every, some = (
+        {str(folder / shard.name) for shard in _shards(raw)[first:]} for folder, first in ((mirror, 0), (partial, 1))
+    )
+    assert not copies
+    for mirrors, named in ((mirror, every), (f"{mirror},{partial}", every | some), ([str(partial)], some)):
         model = _open(raw, resident=0.5, mirrors=mirrors)
         assert torch.equal(logits_of(model, ids), expected)
-        assert "copies in" in repr(model)
+        assert "copies in" in repr(model) and set(copies) == named
+        copies.clear()
         torch_mesh.unpatch(model)
 
 
-def test_a_store_is_read_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_a_store_is_read_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor, copies: list[str]) -> None:
     store = convert(raw, tmp_path / "store", "int4").store
     copy = shutil.copytree(store.folder, tmp_path / "copy")
     expected = logits_of(_open(store.folder, resident=1.0), ids)
     assert torch.equal(logits_of(_open(store.folder, resident=0.5, mirrors=copy), ids), expected)
+    assert sorted(copies) == [str(copy / file.name) for file in store.manifest.record_files]
 
 
-def test_a_shared_pool_reads_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_a_shared_pool_reads_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor, copies: list[str]) -> None:
     store = convert(raw, tmp_path / "store", "int4").store
     copy = shutil.copytree(store.folder, tmp_path / "copy")
     pool = SharedPool(open_store(store.folder), tmp_path / "socket", 1.0, workers=1, mirrors=[str(copy)])
+    assert sorted(copies) == [str(copy / file.name) for file in store.manifest.record_files]
     try:
         expected = logits_of(_open(store.folder, resident=1.0), ids)
         assert torch.equal(logits_of(_open(store.folder, shared=str(tmp_path / "socket")), ids), expected)
@@ -96,6 +121,22 @@ def test_copies_in_subfolders_are_told_apart(tmp_path: Path) -> None:
     assert copies == [[path.replace("/raw/", "/mirror/")] for path, _ in files]
 
 
+def test_all_files_may_be_in_one_subfolder(tmp_path: Path) -> None:
+    path, copy = (tmp_path / folder / "Q4" / "model.gguf" for folder in ("raw", "mirror"))
+    for each in (path, copy):
+        each.parent.mkdir(parents=True)
+        each.write_text("model")
+    for folder in (copy.parent, copy.parent.parent):
+        assert find_copies([(str(path), 5)], [str(folder)]) == [[str(copy)]]
+
+
+def test_a_conversion_is_not_begun_for_mirrors(raw: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_source, "convert", lambda *_, **__: pytest.fail("converts"))
+    with pytest.raises(ValueError, match="would be converted now: convert first"):
+        _open(raw, weights="int4", mirrors=str(mirror))
+
+
+@pytest.mark.usefixtures("copies")
 def test_the_second_pool_has_no_copies(raw: Path, tmp_path: Path) -> None:
     store = convert(raw, tmp_path / "store", "int8").store
     copy = shutil.copytree(store.folder, tmp_path / "copy")
@@ -114,8 +155,14 @@ def test_a_plan_counts_the_files_that_a_mirror_has(
     config = MeshConfig(mirrors=str(mirror))
     sizes = find_sizes(raw, config)
     speeds = machine.measure_speeds(sizes, config, memory=1e9)
-    every = sum(shard.stat().st_size for shard in _shards(raw))
-    assert speeds is not None and speeds.disk == pytest.approx(1e9 * (1 + _shards(raw)[0].stat().st_size / every))
+    fraction = _shards(raw)[0].stat().st_size / sum(shard.stat().st_size for shard in _shards(raw))
+    assert speeds is not None and speeds.disk == pytest.approx(1e9 * min(1 / (1 - fraction), 2))
+    shutil.copytree(raw, mirror, dirs_exist_ok=True)
+    speeds = machine.measure_speeds(sizes, config, memory=1e9)
+    assert speeds is not None and speeds.disk == pytest.approx(2e9)
+    _shards(mirror)[1].write_bytes(b"")
+    with pytest.raises(StoreError, match="has 0 bytes, and"):
+        machine.measure_speeds(sizes, config, disk=1e9, memory=1e9)
     with pytest.raises(StoreError, match="elsewhere is not a folder"):
         plan(raw, MeshConfig(mirrors=str(tmp_path / "elsewhere")))
     with pytest.raises(ValueError, match="exclude each other"):
@@ -124,9 +171,27 @@ def test_a_plan_counts_the_files_that_a_mirror_has(
 
 def test_the_same_drive_is_a_warning(raw: Path, mirror: Path) -> None:
     files = [(str(shard), shard.stat().st_size) for shard in _shards(raw)]
-    with pytest.warns(UserWarning, match="is on the same drive"):
+    with pytest.warns(UserWarning, match=f"{mirror} is on the same drive as {raw},"):
         copies = find_copies(files, [str(mirror)])
     assert copies == [[str(mirror / Path(path).name)] for path, _ in files]
+
+
+def test_two_mirrors_on_one_drive_are_a_warning(raw: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [(str(shard), shard.stat().st_size) for shard in _shards(raw)]
+    stat = Path.stat
+
+    def on_two_drives(path: Path, **options: Any) -> os.stat_result:
+        fields = list(stat(path, **options))
+        fields[2] = int(path.is_relative_to(mirror.parent))  # st_dev
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", on_two_drives)
+    second = shutil.copytree(raw, mirror.parent / "second")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_copies(files, [str(mirror)])
+    with pytest.warns(UserWarning, match=f"{second} is on the same drive as {mirror},"):
+        find_copies(files, [str(mirror), str(second)])
 
 
 def test_a_missing_folder_is_an_error(raw: Path, tmp_path: Path) -> None:

@@ -85,11 +85,7 @@ class CheckpointSource(RecordSource):
 
     def _stored(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """The records of the store at ``config.store`` or in the cache, which ``make`` writes unless it exists."""
-        # The cache has no conversion of what can be read as it is.
-        weights = config.weights if config.store is not None else packed_format(config.weights)
-        folder = config.store or _cached(
-            f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
-        )
+        weights, folder = _destination(fingerprint, name, config)
         aim = "" if weights == "auto" else f" to {short_name(weights)}"
         with progress_bar(f"Converting {name}{aim}") as progress:
             group_size = config.group_size if weights in CALIBRATED_FORMATS else None
@@ -125,6 +121,15 @@ class CheckpointSource(RecordSource):
             return self._as_it_is(folder, config) or write(force=True)
 
 
+def _destination(fingerprint: str, name: str, config: MeshConfig) -> tuple[str, str | Path]:
+    """The format of a conversion, and its folder: ``config.store`` or one in the cache."""
+    if config.store is not None:
+        return config.weights, config.store
+    weights = packed_format(config.weights)  # the cache has no conversion of what can be read as it is
+    source = f"{fingerprint} {weights} {config.group_size}"
+    return weights, _cached(f"{name}-{short_name(weights)}", source, weights)
+
+
 def _cached(name: str, source: str, weights: str) -> Path:
     """The folder in the cache for a conversion of ``source``. A dot at its start would mark it as unfinished."""
     digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
@@ -156,6 +161,13 @@ class _RawSource(CheckpointSource):
         self.set_records(records, self.config.mirrors)
 
     def _converted_as_chosen(self) -> Records:
+        _, folder = _destination(self._experts.fingerprint, self._name, self.config)
+        if self.config.mirrors and not is_store(Path(folder)):  # nobody can have copied it
+            raise ValueError(
+                f"mirrors={self.config.mirrors!r} need files that are read as they are, and the experts of "
+                f"{self.folder} would be converted now: convert first (torch-mesh convert), then copy the converted "
+                "folder to the other drives, and open it with mirrors."
+            )
         try:
             return self._converted(self.config)
         except NoRoomError as error:

@@ -34,7 +34,8 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     sizes = find_sizes(folder, config)
     if reason := comparison_unsupported_reason(folder, sizes, config, card=config.gpu.experts != 0):
         raise ValueError(f"{setting} has no choice: {reason}. Leave max_error out.")
-    speeds = measure_speeds(sizes, config)
+    # Mirrors may have copies of a conversion in the cache, whose files are not known before the choice.
+    speeds = measure_speeds(sizes, config.replace(mirrors=()))
     if speeds is None:
         raise ValueError(f"{setting}: {folder} has too few experts to measure the disk by. Name a format.")
     planned = plan(folder, config, speeds=speeds, format_speeds=measure_formats(sizes, config)).format_choices

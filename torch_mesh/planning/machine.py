@@ -21,7 +21,7 @@ from torch_mesh.planning.formats import compared_formats
 from torch_mesh.planning.sizes import Sizes
 from torch_mesh.planning.token_time import Speeds
 from torch_mesh.store.manifest import Shape
-from torch_mesh.store.mirrors import copies_in
+from torch_mesh.store.mirrors import find_copies
 from torch_mesh.system.background import TaskThreads
 from torch_mesh.system.timing import LARGE_BYTES, SECONDS, seconds_per_call
 
@@ -43,10 +43,11 @@ def measure_speeds(
     """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are used if given; the rest is
     measured.
 
-    None if ``disk`` is not given and the files are too small to measure it.
+    None if ``disk`` is not given and the files are too small to measure it. Checks the mirrors as ``find_copies`` does.
     """
     measured = [name for name, given in (("disk", disk), ("experts", memory), ("dense", memory)) if given is None]
-    reads = disk if disk is not None else _drives_speed(sizes, config.mirrors)
+    copies = find_copies([(str(file), file.stat().st_size) for file in sizes.files], config.mirrors)
+    reads = disk if disk is not None else _drives_speed(sizes, copies)
     if reads is None:
         return None
     with torch.device("cpu"):  # models may be opened under another default device
@@ -75,18 +76,24 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
     return speeds
 
 
-def _drives_speed(sizes: Sizes, mirrors: Sequence[str]) -> float | None:
-    """The speed of the files' drive, and of the mirrors' in addition: they are read together. A mirror of some of the
-    files counts with its fraction of their bytes."""
-    speed = disk_speed(sizes.files, sizes.expert_bytes)
-    if speed is None:
+def _drives_speed(sizes: Sizes, copies: Sequence[Sequence[str]]) -> float | None:
+    """The speed of the files' drive together with the mirrors', which are read at the same time. ``copies``: as of
+    ``find_copies``. What no mirror of some of the files has is read from the other drives alone."""
+    own = disk_speed(sizes.files, sizes.expert_bytes)
+    if own is None:
         return None
-    every = sum(file.stat().st_size for file in sizes.files)
-    for folder in mirrors:
-        copies = [copy for copy in copies_in(folder, sizes.files) if copy is not None]
-        copied = sum(copy.stat().st_size for copy in copies)
-        speed += (disk_speed(copies, sizes.expert_bytes) or 0.0) * min(1.0, copied / every)
-    return speed
+    whole, partial = own, 0.0  # drives with all files, and with some
+    alone = set(range(len(copies)))  # files that no drive of the latter has
+    for column in zip(*copies, strict=True):
+        speed = disk_speed([Path(copy) for copy in column if copy], sizes.expert_bytes) or 0.0
+        if all(column):
+            whole += speed
+        else:
+            partial += speed
+            alone -= {index for index, copy in enumerate(column) if copy}
+    every = [file.stat().st_size for file in sizes.files]
+    fraction = sum(every[index] for index in alone) / sum(every)
+    return min(whole / fraction, whole + partial) if fraction > 0 else whole + partial
 
 
 def disk_speed(files: Sequence[Path], block: int) -> float | None:

@@ -31,40 +31,53 @@ def find_copies(files: Sequence[tuple[str, int]], folders: Sequence[str]) -> lis
     """The paths of the copies of ``files`` (paths, and sizes in bytes) in ``folders``: for each file one path a
     folder, empty where the folder lacks it.
 
-    Warns about a folder on the same drive. Raises ``StoreError`` for a folder without any of the files, and for a copy
-    that differs in size or in one of a few samples.
+    Warns about a folder on the same drive as the originals or another folder. Raises ``StoreError`` for a folder
+    without any of the files, and for a copy that differs in size or in one of a few samples.
     """
+    if not files or not folders:
+        return [[] for _ in files]
     paths = [Path(path) for path, _ in files]
+    common = _common_folder(paths)
     columns = []
+    drives = [{path.stat().st_dev: str(common)} for path in paths]  # of each file, and a folder on each
     for folder in folders:
-        copies = copies_in(folder, paths)
-        for copy, (path, size) in zip(copies, files, strict=True):
+        copies = _copies_in(folder, paths)
+        same = None  # an earlier folder with one of the files on the same drive
+        for copy, (path, size), of_file in zip(copies, files, drives, strict=True):
             if copy is not None:
                 _compare(copy, Path(path), size)
-        own = [(path, copy) for path, copy in zip(paths, copies, strict=True) if copy is not None]
-        if not own:
-            common = _common_folder(paths)
+                drive = copy.stat().st_dev
+                same = same or of_file.get(drive)
+                of_file.setdefault(drive, folder)
+        if not any(copies):
             names = ", ".join(str(path.relative_to(common)) for path in paths[:3])
             more = f" and {len(files) - 3} more" if len(files) > 3 else ""
             raise StoreError(
                 f"mirrors: {folder} has none of the files that hold the experts ({names}{more} in {common}). Copy them "
                 "into it, or leave it out of mirrors."
             )
-        if any(os.stat(path).st_dev == os.stat(copy).st_dev for path, copy in own):
+        if same is not None:
             warnings.warn(
-                f"mirrors: {folder} is on the same drive as the original files, so it makes nothing faster.",
-                stacklevel=2,
+                f"mirrors: {folder} is on the same drive as {same}, so it makes nothing faster.", stacklevel=2
             )
         columns.append(["" if copy is None else str(copy) for copy in copies])
     return [[column[index] for column in columns] for index in range(len(files))]
 
 
-def copies_in(folder: str, files: Sequence[Path]) -> list[Path | None]:
-    """The copy of each file in ``folder``, None where the folder lacks it. A copy's path in ``folder`` is the
-    original's in the innermost folder that has all of ``files``."""
+def _copies_in(folder: str, files: Sequence[Path]) -> list[Path | None]:
+    """The copy of each file in ``folder``, None where the folder lacks it.
+
+    A copy's path in ``folder`` is the original's in the innermost folder that has all of ``files``; if there is none at
+    these paths, in the parent of that: all files may be in one subfolder of what was copied, as in GGUF repositories.
+    """
     common = _common_folder(files)
-    copies = [Path(folder) / path.relative_to(common) for path in files]
-    return [copy if copy.is_file() else None for copy in copies]
+    found: list[Path | None] = []
+    for base in (common, common.parent):
+        copies = [Path(folder) / path.relative_to(base) for path in files]
+        found = [copy if copy.is_file() else None for copy in copies]
+        if any(found):
+            break
+    return found
 
 
 def _common_folder(files: Sequence[Path]) -> Path:
