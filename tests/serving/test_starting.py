@@ -71,6 +71,7 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
             ("eos_token_id=[1,x]", "JSON"),
             ("eos_token_id=[-3]", "token id"),
             ("num_beams=3", "give 1"),
+            ("max_length=2000", "max_new_tokens"),
         ):
             assert main([command, str(folder), flag]) == 2
             error = capsys.readouterr().err

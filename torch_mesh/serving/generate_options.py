@@ -81,7 +81,6 @@ _MIN_TEMPERATURE = 1e-5  # lower temperatures are 0: logits would overflow, and 
 _KINDS = {
     "max_new_tokens": whole(1),
     "min_new_tokens": whole(0),
-    "max_length": whole(1),
     "min_length": whole(0),
     "max_time": _ABOVE_ZERO,
     "stop_strings": TEXTS,
@@ -125,6 +124,8 @@ _KINDS = {
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises OptionError for an invalid option. None means not given."""
+    if options.get("max_length") is not None:
+        raise OptionError("max_length", "max_length counts the prompt too: give max_new_tokens instead.")
     for name, value in options.items():
         kind = _KINDS.get(name)
         if kind is not None and value is not None and not kind.fits(value):

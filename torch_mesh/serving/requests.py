@@ -485,8 +485,6 @@ def _check_generation_config(text: str | None, vocabulary: int) -> None:
         check("generation_config", options, OBJECT, "generation_config")
         check_names("generation_config", options, vars(GenerationConfig()), "generation_config")
         check_options(options)
-        if options.get("max_length") is not None:
-            raise OptionError("max_length", "max_length counts the prompt too: give max_new_tokens instead.")
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             if any(token >= vocabulary for token in options.get(name) or ()):
                 raise OptionError(
