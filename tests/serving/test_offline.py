@@ -303,6 +303,19 @@ def test_a_request_without_memory_is_named_by_its_line(
     assert "server" not in error and not answers.exists()
 
 
+def test_speculation_is_refused_before_opening_where_the_command_line_gave_it(
+    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="In the", max_tokens=2)])
+    monkeypatch.setenv("TORCH_MESH_SPECULATION", "lookup")
+    with monkeypatch.context() as closed:
+        closed.setattr(offline, "open_for_serving", lambda *_: pytest.fail("the model is opened"))
+        assert main(["run", str(folder), str(requests), str(answers), "--speculation", "lookup"]) == 2
+    assert "--speculation lookup is not possible" in capsys.readouterr().err
+    assert _run(folder, requests, answers) == 0
+
+
 @pytest.mark.parametrize("lines", [8, 1])
 def test_answers_that_are_computed_together_share_reads(
     lines: int, folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -314,8 +327,8 @@ def test_answers_that_are_computed_together_share_reads(
     opened = offline.open_service
 
     @contextlib.contextmanager
-    def measured(model: str, config: MeshConfig, given: Any, at_once: int) -> Iterator[Any]:
-        with opened(model, config, given, at_once) as service:
+    def measured(model: str, config: MeshConfig, given: Any, at_once: int, *more: Any) -> Iterator[Any]:
+        with opened(model, config, given, at_once, *more) as service:
             arrived = threading.Semaphore(0)
             add, calls = service.engine._add, []
 

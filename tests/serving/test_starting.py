@@ -179,6 +179,55 @@ def test_a_conversation_shows_reasoning_and_keeps_the_answer(monkeypatch: pytest
     assert talk._messages[-1] == {"role": "assistant", "content": "Yes."}
 
 
+def test_a_conversation_keeps_no_answer_that_was_cut_within_its_reasoning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import ChatCompletionStreamOutput
+
+    from torch_mesh.cli import conversation
+
+    class Client:
+        async def chat_completion(self, *_: Any, **__: Any) -> Any:
+            async def chunks() -> AsyncIterator[Any]:
+                for delta, reason in (({"reasoning_content": "Why"}, None), ({}, "length")):
+                    choices = [{"index": 0, "delta": {"role": "assistant"} | delta, "finish_reason": reason}]
+                    yield ChatCompletionStreamOutput.parse_obj_as_instance({"choices": choices})
+
+            return chunks()
+
+    shown: list[str] = []
+
+    async def stream_output(_self: Any, stream: Any) -> tuple[str, str]:
+        async for chunk in await stream:
+            shown.append(chunk.choices[0].delta.content)
+        return "", "length"
+
+    monkeypatch.setattr(conversation, "AsyncInferenceClient", lambda **_: contextlib.nullcontext(Client()))
+    monkeypatch.setattr(conversation.RichInterface, "stream_output", stream_output)
+    monkeypatch.setattr(conversation.RichInterface, "confirm", lambda *_: pytest.fail("it offers to continue"))
+    talk = conversation.Conversation("a", "http://127.0.0.1:9", {}, system_prompt=None, save_folder=".")
+    assert talk._answer("Is it?") is None
+    assert "".join(shown) == "<think>\nWhy\n</think>"
+    assert talk._messages == [] and "max_new_tokens" in capsys.readouterr().out
+
+
+def test_the_environment_may_speculate_where_the_command_line_may_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_mesh.serving import server
+
+    class OpenedError(Exception):
+        pass
+
+    def opened(*_: Any) -> None:
+        raise OpenedError
+
+    monkeypatch.setenv("TORCH_MESH_SPECULATION", "lookup")
+    monkeypatch.setattr(server, "open_for_serving", opened)
+    with pytest.raises(OpenedError):
+        main(["serve", str(folder), "--continuous-batching", "--port", "0"])
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_its_text(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

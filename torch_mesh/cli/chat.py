@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = given_options(arguments) | {"host": _LOOPBACK, "port": 0, "default_tokens": _DEFAULT_TOKENS}
     with (
         _reach_loopback(),  # before there are threads, as it changes the environment
-        Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
+        Server(
+            arguments.model, config, arguments.keep_keys, options, must_chat=True, speculation=arguments.speculation
+        ) as server,
     ):
         Conversation(
             server.model,

@@ -124,9 +124,15 @@ class Conversation:
         except KeyboardInterrupt:
             self._display.print_color("Stopped.", "yellow")
         answer = "".join(pieces)
-        if answer or reason is not None:
+        if answer:
             self._messages = [*asked, {"role": "assistant", "content": answer}]
-        if reason != "length":
+        elif reason == "length":
+            self._display.print_color(
+                "The token limit was reached within the reasoning, before an answer: !set max_new_tokens=N gives it "
+                "more, and the question can be asked again.",
+                "yellow",
+            )
+        if not answer or reason != "length":
             return None
         self._display.print_color("Generation stopped after reaching the token limit.", "yellow")
         try:
@@ -155,6 +161,8 @@ class Conversation:
                     elif content and is_reasoning:
                         content = f"\n</think>\n\n{content}"
                     is_reasoning = bool(reasoning) or (is_reasoning and not content)
+                    if is_reasoning and chunk.choices[0].finish_reason is not None:
+                        content = "\n</think>"
                     delta.content = reasoning + content  # the display shows content alone
                     yield chunk
 

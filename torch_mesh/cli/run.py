@@ -54,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         left = offline.unanswered(requests, arguments.answers, name)
         if left:
             at_once = arguments.at_once or offline.DEFAULT_AT_ONCE
-            with offline.open_service(arguments.model, config, options, arguments.at_once) as service:
+            with offline.open_service(
+                arguments.model, config, options, arguments.at_once, arguments.speculation
+            ) as service:
                 offline.check(service, left, arguments.requests)
                 with progress_bar("Answering", unit="request") as progress:
                     failed = asyncio.run(offline.answer(service, left, arguments.answers, at_once, progress))

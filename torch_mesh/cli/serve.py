@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     config, options = given_config(arguments), given_options(arguments)
     if key := os.environ.get(API_KEY_VARIABLE):
         options.setdefault("api_key", key)
-    with Server(arguments.model, config, arguments.keep_keys, options) as server:
+    with Server(arguments.model, config, arguments.keep_keys, options, speculation=arguments.speculation) as server:
         print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
         stop_requested = Flag()
 

@@ -25,7 +25,7 @@ from torch_mesh.serving.engine import Engine, Job, Token
 from torch_mesh.serving.errors import AnsweredError, RequestTooLongError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
-from torch_mesh.serving.opening import open_for_serving, source_of
+from torch_mesh.serving.opening import check_source, config_of, open_for_serving, source_of
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
 from torch_mesh.serving.server_options import complete_options
 from torch_mesh.serving.service import Service
@@ -223,24 +223,31 @@ class _SizedBatches(Batches):
 
 @contextlib.contextmanager
 def open_service(
-    name: str, config: MeshConfig, given: Mapping[str, Any], at_once: int | None = None
+    name: str,
+    config: MeshConfig,
+    given: Mapping[str, Any],
+    at_once: int | None = None,
+    speculation: str | None = None,
 ) -> Iterator[Service]:
     """Open the model ``name``, and close it when the block ends.
 
     Args:
         given: OPTIONS by name.
         at_once: how many answers are computed together. None: ``DEFAULT_AT_ONCE`` where the model can.
+        speculation: that of the command line, which is refused where it has no effect.
 
     Raises ValueError for an invalid option, or one without an effect, and what opening a model raises.
     """
     source = source_of(name)
     options = complete_options(given)
+    if source.file is None and (options["blocks"] or at_once or speculation):
+        # Before the model is opened, which may take long. Of a GGUF file the config alone takes long too.
+        check_source(source)
+        _check_unused(speculation, options, at_once, _has_batched_layers(config_of(source, options)))
     model, prompts = open_for_serving(source, config, options)
     kept = KeptKeys(model, 0, Admission(model, find_needs(model, keeps_windows=False)))
-    layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
-    # transformers' continuous batching supports no other layers.
-    can_batch = hasattr(model, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
-    _check_unused(config, options, at_once, can_batch)
+    can_batch = hasattr(model, "init_continuous_batching") and _has_batched_layers(model.config)
+    _check_unused(speculation, options, at_once, can_batch)
     if can_batch:
         engine: Engine = _SizedBatches(kept, prompts.tokenizer, options["blocks"], at_once or DEFAULT_AT_ONCE)
     else:
@@ -253,12 +260,18 @@ def open_service(
         engine.worker.stop(timeout=_STOP_SECONDS)
 
 
-def _check_unused(config: MeshConfig, options: Mapping[str, Any], at_once: int | None, can_batch: bool) -> None:
-    """Raises ValueError for an option that would have no effect."""
+def _has_batched_layers(config: Any) -> bool:
+    """Whether transformers' continuous batching supports all layers of a model with the ``config``."""
+    layers = {type(layer) for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers}
+    return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+def _check_unused(speculation: str | None, options: Mapping[str, Any], at_once: int | None, can_batch: bool) -> None:
+    """Raises ValueError for an option that would have no effect. ``speculation``: as given on the command line."""
     if can_batch:
-        if config.speculation != "off":
+        if speculation not in (None, "off"):
             raise ValueError(
-                f"--speculation {config.speculation} is not possible where requests are computed together: leave it out"
+                f"--speculation {speculation} is not possible where requests are computed together: leave it out"
             )
     elif options["blocks"] or (at_once or 1) > 1:
         name = f"cb-{next(iter(options['blocks']))}".replace("_", "-") if options["blocks"] else "at-once"

@@ -92,10 +92,15 @@ def open_processor(source: Source, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoProcessor, AutoTokenizer
 
-    if source.file is None and not os.path.isdir(source.folder):
-        check_model(source.folder, revision=source.revision)
+    check_source(source)
     kind = AutoProcessor if source.file is None else AutoTokenizer
     return kind.from_pretrained(_folder_of(source), **_location(source), trust_remote_code=trust_remote_code)
+
+
+def check_source(source: Source) -> None:
+    """Raises ``HubError`` for a model of the hub that cannot be had. GGUF files are checked when they are located."""
+    if source.file is None and not os.path.isdir(source.folder):
+        check_model(source.folder, revision=source.revision)
 
 
 def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) -> Any:
@@ -106,10 +111,8 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
 
     Raises what ``from_pretrained`` raises.
     """
-    from transformers import AutoConfig
-
     folder, location = _folder_of(source), {**_location(source), "trust_remote_code": given["trust_remote_code"]}
-    about = AutoConfig.from_pretrained(folder, **location)
+    about = config_of(source, given)
     dtype, device = given["dtype"], given["device"]
     model = _class_of(about).from_pretrained(
         folder,
@@ -120,6 +123,14 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
         device_map=int(device) if device.isdigit() else device,
     )
     return model.eval()
+
+
+def config_of(source: Source, given: Mapping[str, Any]) -> Any:
+    """The config of transformers. ``given``: ``trust_remote_code``. Raises what ``from_pretrained`` raises."""
+    from transformers import AutoConfig
+
+    location = {**_location(source), "trust_remote_code": given["trust_remote_code"]}
+    return AutoConfig.from_pretrained(_folder_of(source), **location)
 
 
 def _location(source: Source) -> dict[str, Any]:

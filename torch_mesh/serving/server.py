@@ -47,6 +47,7 @@ class Server:
         kept_bytes: memory for keys that are kept between requests. None: ``DEFAULT_KEPT_BYTES`` where they can be.
         given: values of OPTIONS, by name.
         must_chat: raise for a model without a chat template.
+        speculation: that of the command line, which is refused where it has no effect.
 
     Raises ImportError for a missing package, ValueError for an invalid option, OSError if the address is in use, and
     the errors of opening a model.
@@ -55,7 +56,13 @@ class Server:
     _stopped = False
 
     def __init__(
-        self, model: str, config: MeshConfig, kept_bytes: int | None, given: Mapping[str, Any], must_chat: bool = False
+        self,
+        model: str,
+        config: MeshConfig,
+        kept_bytes: int | None,
+        given: Mapping[str, Any],
+        must_chat: bool = False,
+        speculation: str | None = None,
     ) -> None:
         _check_packages()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _COMPILED_PRODUCTS)  # read with the first product
@@ -63,7 +70,7 @@ class Server:
         self.model = source.name
         # Before the model is opened, which may take long.
         options = complete_options(given)
-        check_unused(options, kept_bytes, config.speculation)
+        check_unused(options, kept_bytes, speculation)
         kept_bytes = DEFAULT_KEPT_BYTES if kept_bytes is None else kept_bytes
         check_api_key(options)
         check_address(options["host"], options["port"])

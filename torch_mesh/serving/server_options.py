@@ -165,17 +165,17 @@ def _prefix_bytes(given: Mapping[str, Any]) -> int:
         raise ValueError(f"{error} Or give off.") from None
 
 
-def check_unused(options: Mapping[str, Any], kept_bytes: int | None, speculation: str) -> None:
+def check_unused(options: Mapping[str, Any], kept_bytes: int | None, speculation: str | None) -> None:
     """Raises ValueError for an option of a server that would have no effect.
 
-    ``kept_bytes``: as given. ``speculation``: of MeshConfig.
+    ``kept_bytes`` and ``speculation``: as given on the command line. What the environment says has no effect there.
     """
     for name in ("compile", "continuous_batching"):
         if options[name] and kept_bytes:
             raise ValueError(
                 f"--keep-keys has no effect with --{name.replace('_', '-')}: leave it out, or --keep-keys 0"
             )
-    if options["continuous_batching"] and speculation != "off":
+    if options["continuous_batching"] and speculation not in (None, "off"):
         raise ValueError(f"--speculation {speculation} is not possible with --continuous-batching: leave one out")
     if options["blocks"] and not options["continuous_batching"]:
         name = f"{_BATCHES}{next(iter(options['blocks']))}".replace("_", "-")
