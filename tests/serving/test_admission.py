@@ -132,6 +132,7 @@ def test_sizes_that_an_error_suggests_are_accepted(
     with pytest.raises(RequestTooLongError, match=f"{prompt} tokens and asks for {new} more.*--resident") as error:
         door.check(prompt, new, known=0, held=0)
     fits = int(re.findall(r"at most (\d+) new tokens", str(error.value))[0])
+    assert error.value.room == fits
     door.check(prompt, fits, known=0, held=0)
     with pytest.raises(RequestTooLongError):
         door.check(prompt, fits + 1, known=0, held=0)
@@ -207,6 +208,10 @@ def test_kept_conversations_are_dropped_before_a_request_is_refused(
     with pytest.raises(RequestTooLongError):
         ask(torch.from_numpy(rng.integers(1, 97, 250)))
     assert len(kept.conversations) == 2  # nothing is dropped for a request that would not fit anyway
+    total = needed
+    longer = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
+    short = kept.generate(may_shorten=True, input_ids=prompts[0][None], generation_config=longer)
+    assert short.shape[-1] == 60 + longer.max_new_tokens == 63
     total = needed - 1
     with pytest.raises(RequestTooLongError):  # memory has shrunk since the request was admitted
         kept.generate(input_ids=torch.ones(1, 60, dtype=torch.long), generation_config=config)
@@ -273,6 +278,13 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
             needs = server.kept.admission.needs
             monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + needs.peak(9, 9, 500))
             assert "--resident" in refused(max_tokens=1500)
+            long = {"model": server.model, "prompt": [5] * 498, "temperature": 0}
+            with monkeypatch.context() as short:
+                short.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + needs.peak(498, 498, 500))
+                assert client.completions.create(**long).usage.completion_tokens <= 2  # and without a limit
+            with pytest.raises(openai.BadRequestError, match="asks for 1,500 more") as error:
+                client.completions.create(**ask, extra_body={"generation_config": '{"max_new_tokens": 1500}'})
+            assert error.value.param == "generation_config"
             assert "bytes of memory" in refused(max_tokens=1500, stream=True)
             chat = [{"role": "user", "content": "In the beginning"}]
             for field in ("max_tokens", "max_completion_tokens"):
@@ -318,6 +330,7 @@ def test_continuous_batching_goes_on_after_requests_that_exceed_its_blocks(
             with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
+        assert client.completions.create(**ask, prompt=[5] * 500).usage.completion_tokens <= 12  # without a limit
         # Masks have an element per pair of batch tokens, and are filled whenever batching starts.
         assert server.engine.manager.batch_processor.max_batch_tokens <= 8192
         server.engine.manager.stop()  # as when the server ends

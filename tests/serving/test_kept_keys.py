@@ -193,7 +193,7 @@ def test_memory_of_an_evicted_source_is_the_conversations_own(
     def check(*_: Any, **given: int) -> None:
         held.append(given["held"])
         if kept.conversations:
-            raise RequestTooLongError("no room")
+            raise RequestTooLongError("no room", 0)
 
     monkeypatch.setattr(kept, "admission", SimpleNamespace(check=check))
     kept._evict_for(tokens[:30], 5, taken)

@@ -348,7 +348,7 @@ def test_beams_of_the_models_own_options_are_turned_off(caplog: pytest.LogCaptur
     service = Service("beams", model, None, None)  # type: ignore[arg-type]
     assert model.generation_config.num_beams == model.generation_config.num_return_sequences == 1
     assert "num_beams 4" in caplog.text and "num_return_sequences 2" in caplog.text
-    assert service._config({"max_tokens": 1}, "max_tokens", 1).num_beams == 1
+    assert service._config({"max_tokens": 1}, "max_tokens")[0].num_beams == 1
 
 
 def test_a_temperature_close_to_0_counts_as_0(client: Any, server: Any, expected_text: Callable[..., str]) -> None:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="NAME=VALUE",
         help="option of generate, such as max_new_tokens=500 (default: "
-        f"{_DEFAULT_TOKENS}, as far as the model has positions) or do_sample=False; directly after the model",
+        f"{_DEFAULT_TOKENS}, as far as positions and memory allow) or do_sample=False; directly after the model",
     )
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from torch_mesh.hf.compat import attention_of
 from torch_mesh.hf.compile import cache_length
@@ -130,8 +131,16 @@ class Admission:
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "
-            f"and {free:,} are left. {advice}, or give a smaller --resident."
+            f"and {free:,} are left. {advice}, or give a smaller --resident.",
+            room,
         )
+
+
+def shorten(config: GenerationConfig, error: RequestTooLongError) -> bool:
+    """Lower the limit of ``config``, which no client gave, to what fits. False if that is a single token already."""
+    limit: int = config.max_new_tokens
+    config.max_new_tokens = max(1, min(limit - 1, error.room))
+    return config.max_new_tokens < limit
 
 
 def check_positions(positions: int | None, prompt: int, new: int) -> None:
@@ -142,7 +151,8 @@ def check_positions(positions: int | None, prompt: int, new: int) -> None:
     advice = f"ask for at most {room:,} new tokens" if room > 0 else "shorten the prompt"
     raise RequestTooLongError(
         f"This request has {prompt:,} tokens and asks for {new:,} more, but the model supports {positions:,} "
-        f"(max_position_embeddings): {advice}."
+        f"(max_position_embeddings): {advice}.",
+        room,
     )
 
 
@@ -154,7 +164,8 @@ def check_blocks(capacity: int, prompt: int, new: int) -> None:
         advice = f"Ask for at most {room:,} new tokens" if room > 0 else "Shorten the prompt"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more, but all blocks of keys hold "
-            f"{capacity:,}. {advice}, or give a larger --cb-num-blocks, or a smaller --resident."
+            f"{capacity:,}. {advice}, or give a larger --cb-num-blocks, or a smaller --resident.",
+            room,
         )
 
 

@@ -58,6 +58,7 @@ class Job:
     processors: Sequence[LogitsProcessor] = ()
     seed: int | None = None
     own_options: bool = False  # the client gave options of generate
+    may_shorten: bool = False  # the client gave no limit: it may be lowered to what fits
     cancelled: threading.Event = field(default_factory=threading.Event)
     reused: int = 0  # tokens of the prompt that were cached; known once it is computed
 
@@ -165,6 +166,7 @@ class Engine:
             stream.read = read
             with _seeded(job.seed, self.kept.model.device), self.progress.reading(len(job.prompt)):
                 self.kept.generate(
+                    may_shorten=job.may_shorten,
                     **job.inputs,
                     generation_config=job.config,
                     tokenizer=self._tokenizer,

@@ -47,9 +47,13 @@ class ThreadError(RequestError):
 
 
 class RequestTooLongError(RequestError):
-    """A request that needs more than is available."""
+    """A request that needs more than is available. ``room``: how many new tokens would fit, 0 or less for none."""
 
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, room: int) -> None:
+        super().__init__(message)
+        self.room = room
 
 
 class ModelNotFoundError(RequestError):

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME, PLAIN_MODES
 from torch_mesh.hf.kv_cache import record_past
-from torch_mesh.serving.admission import Admission
+from torch_mesh.serving.admission import Admission, shorten
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.serving.prefix_cache import PrefixCache, PrefixCounts
 from torch_mesh.system.memory import trim_heap
@@ -101,13 +101,23 @@ class KeptKeys:
         if self.prefixes is not None:
             self.counts.prefixes = self.prefixes.counts
 
-    def generate(self, **arguments: Any) -> Tensor:
+    def generate(self, may_shorten: bool = False, **arguments: Any) -> Tensor:
         """``generate`` of the model: token ids [1, n]. Unsupported calls only count tokens."""
-        tokens: Tensor = self.run(arguments, arguments["generation_config"])
+        tokens: Tensor = self.run(arguments, arguments["generation_config"], may_shorten=may_shorten)
         return tokens
 
-    def run(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str] = ()) -> Any:
-        """Return what the model's generate returns. ``options``: names of ``arguments`` that ``config`` has too."""
+    def run(
+        self,
+        arguments: dict[str, Any],
+        config: GenerationConfig,
+        options: Collection[str] = (),
+        may_shorten: bool = False,
+    ) -> Any:
+        """Return what the model's generate returns.
+
+        ``options``: names of ``arguments`` that ``config`` has too. ``may_shorten``: lower the limit of ``config`` to
+        what fits.
+        """
         seen = _TokenRecorder(arguments["input_ids"])
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
         prompt = arguments["input_ids"]
@@ -120,7 +130,7 @@ class KeptKeys:
             self._computing = seen
             complete = False
             try:
-                self._evict_for(prompt[0], config.max_new_tokens, conversation)
+                self._make_room(prompt[0], config, conversation, may_shorten)
                 if conversation is not None:
                     conversation = self._with_prefix(conversation, prompt[0])
                     self.counts.reused_tokens += len(conversation.tokens)
@@ -178,6 +188,16 @@ class KeptKeys:
         if self.prefixes is not None:
             known = max(known, self.prefixes.find(prompt).length)
         self.admission.check(len(prompt), new, known=known, held=held, other=other)
+
+    def _make_room(
+        self, prompt: Tensor, config: GenerationConfig, conversation: Conversation | None, may_shorten: bool
+    ) -> None:
+        while True:
+            try:
+                return self._evict_for(prompt, config.max_new_tokens, conversation)
+            except RequestTooLongError as error:
+                if not may_shorten or not shorten(config, error):
+                    raise
 
     def _evict_for(self, prompt: Tensor, new: int | None, conversation: Conversation | None, other: int = 0) -> None:
         if self.admission is None or new is None:

@@ -84,8 +84,8 @@ OPTIONS = (
         "default_tokens",
         None,
         int,
-        "limit of an answer whose request gives none, as far as the model has positions; unless given, 1024 tokens, or "
-        "more where the model's generation_config has more",
+        "limit of an answer whose request gives none, as far as positions and memory allow; unless given, 1024 tokens, "
+        "or more where the model's generation_config has more",
     ),
     Option("default_seed", None, int, "seed of requests that give none; unless given, each start draws one"),
 )

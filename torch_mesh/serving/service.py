@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLog
 from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import grammars
+from torch_mesh.serving.admission import shorten
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import RequestError, RequestTooLongError
@@ -209,7 +210,7 @@ class Service:
         Raises RequestError for invalid fields.
         """
         prompt = inputs["input_ids"].shape[-1]
-        config = self._config(given, limit_field, prompt)
+        config, field_of_limit = self._config(given, limit_field)
         prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
         constraint = self._constraint(format, prompt_end, continues, tools, schema) if format is not None else None
         if constraint is not None:
@@ -225,14 +226,18 @@ class Service:
                 self._processors(given, config, prompt, top, penalty, constraint),
                 seed=None if seed is None else (seed + index) % 2**63,
                 own_options="generation_config" in given,
+                may_shorten=field_of_limit is None,
             )
             for index in range(count)
         ]
-        try:
-            self.engine.check(jobs[0], count)
-        except RequestTooLongError as error:
-            error.param = limit_field
-            raise
+        while True:
+            try:
+                self.engine.check(jobs[0], count)
+                break
+            except RequestTooLongError as error:
+                if not jobs[0].may_shorten or not shorten(config, error):
+                    error.param = field_of_limit or limit_field
+                    raise
         return [
             Answer(
                 self.engine,
@@ -346,8 +351,9 @@ class Service:
                     found += [token_logprobs(row, token, top) for row, token in zip(rows, tokens.tolist(), strict=True)]
         return found
 
-    def _config(self, given: Mapping[str, Any], limit_field: str, prompt: int) -> GenerationConfig:
-        """Options of ``generate``. ``prompt``: its number of tokens. Raises RequestError."""
+    def _config(self, given: Mapping[str, Any], limit_field: str) -> tuple[GenerationConfig, str | None]:
+        """Options of ``generate``, and the field that gave the limit; None for the default. Raises RequestError."""
+        field: str | None = limit_field
         theirs: GenerationConfig = self.model.generation_config
         if "generation_config" in given:
             options = json.loads(given["generation_config"])
@@ -360,8 +366,10 @@ class Service:
             config.eos_token_id = theirs.eos_token_id
         if given.get(limit_field) is not None:
             config.max_new_tokens = given[limit_field]
-        elif config.max_new_tokens is None:
-            config.max_new_tokens = self._default_limit(prompt)
+        elif config.max_new_tokens is not None:
+            field = "generation_config"
+        else:
+            field, config.max_new_tokens = None, self._default_limit()
         for name in _OPTION_FIELDS:
             if name in given:
                 setattr(config, name, given[name])
@@ -383,13 +391,12 @@ class Service:
                     f"{name} is {count}: a server generates one sequence at a time. Give 1, and n for more answers.",
                     "generation_config",
                 )
-        return config
+        return config, field
 
-    def _default_limit(self, prompt: int) -> int:
-        """The limit of an answer whose request gives none: at most the positions after ``prompt`` tokens."""
+    def _default_limit(self) -> int:
+        """The limit of an answer whose request gives none, where as many tokens fit."""
         default: int = self._default_tokens or max(_DEFAULT_TOKENS, self.model.generation_config.max_new_tokens or 0)
-        positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return default if positions is None else max(1, min(default, positions - prompt))
+        return default
 
     def _check_batched(self, given: Mapping[str, Any], top: int | None, constraint: Constraint | None) -> None:
         fields = ["seed"] if "seed" in given else []
