@@ -10,7 +10,7 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_a_shared_pool_gives_the_bits_of_an_own_pool(
 def test_the_size_may_come_from_the_environment(store: Store, socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 
-    def noted(_store: Store, _socket: str, resident: str | float, _workers: int) -> None:
+    def noted(_store: Store, _socket: str, resident: str | float, _workers: int, _mirrors: Sequence[str]) -> None:
         given.append(resident)
         raise ValueError
 

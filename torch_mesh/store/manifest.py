@@ -259,11 +259,24 @@ def is_store(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / MANIFEST_NAME).is_file()
 
 
+def _check_record_bytes(path: Path, manifest: Manifest) -> None:
+    """Needs the extension, which ``read_manifest`` does without."""
+    try:
+        expected = manifest.shape.record_bytes(manifest.weights, manifest.group_size)
+    except ValueError as problem:  # impossible sizes
+        raise store_error(path, str(problem)) from None
+    if manifest.record_bytes != expected:
+        raise store_error(
+            path, f"a record has {manifest.record_bytes} bytes by 'record_bytes', and {expected} by 'shape'"
+        )
+
+
 def open_store(folder: str | os.PathLike[str]) -> Store:
     """The store in ``folder``, with everything checked but the records' bytes. Raises ``StoreError`` for
     inconsistencies."""
     folder = Path(folder)
     manifest = read_manifest(folder)
+    _check_record_bytes(folder / MANIFEST_NAME, manifest)
     first = 0
     for file in manifest.record_files:
         _check_record_file(folder, manifest, file, first)
@@ -386,8 +399,6 @@ def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
     if len(own := layer_formats(weights)) not in (1, shape.layers):
         raise ValueError(f"'weights' names the formats of {len(own)} layers, and there are {shape.layers}")
     record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
-    if record_bytes != (expected := shape.record_bytes(weights, group_size)):  # ValueError for impossible sizes
-        raise ValueError(f"a record has {record_bytes} bytes by 'record_bytes', and {expected} by 'shape'")
     modules = table["modules"]
     if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):
         raise ValueError(f"'modules' must name {shape.layers} modules")
