@@ -162,7 +162,7 @@ class _RawSource(CheckpointSource):
 
     def _converted_as_chosen(self) -> Records:
         _, folder = _destination(self._experts.fingerprint, self._name, self.config)
-        if self.config.mirrors and not is_store(Path(folder)):  # nobody can have copied it
+        if self.config.mirrors and not is_store(Path(folder)):  # the store is still to be made
             raise ValueError(
                 f"mirrors={self.config.mirrors!r} need files that are read as they are, and the experts of "
                 f"{self.folder} would be converted now: convert first (torch-mesh convert), then copy the converted "
