@@ -194,9 +194,9 @@ def test_kept_conversations_are_dropped_before_a_request_is_refused(
         "left_bytes",
         lambda: admission.RESERVE_BYTES + total - sum(each.nbytes for each in kept.conversations),
     )
-    prompts = [
-        torch.from_numpy(rng.integers(2, 97, 60)) for _ in range(3)
-    ]  # none shares a prefix with the last one below
+    prompts = [torch.from_numpy(rng.integers(2, 97, 60)) for _ in range(3)]
+    for token, prompt in enumerate(prompts, start=2):
+        prompt[0] = token  # no prompt of this test shares a prefix with another
     needed = kept.admission.needs.peak(60, 60, 63)
     total = needed
     ask(prompts[0])
@@ -206,7 +206,7 @@ def test_kept_conversations_are_dropped_before_a_request_is_refused(
     assert [each.tokens[:60].tolist() for each in kept.conversations] == [each.tolist() for each in prompts[1:]]
     total = needed
     with pytest.raises(RequestTooLongError):
-        ask(torch.from_numpy(rng.integers(1, 97, 250)))
+        ask(torch.cat([torch.ones(1, dtype=torch.long), torch.from_numpy(rng.integers(1, 97, 249))]))
     assert len(kept.conversations) == 2  # nothing is dropped for a request that would not fit anyway
     total = needed
     longer = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
