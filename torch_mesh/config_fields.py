@@ -309,7 +309,7 @@ class ConfigFields:
     )
     policy: str = _field(
         "auto",
-        one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),
+        one_of("auto", "lru", "lfu", "heat"),
         'For measuring: which expert is evicted for another. `"auto"` is heat. Shared pools use lru.',
         of_checkpoint=True,
     )

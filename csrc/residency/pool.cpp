@@ -95,7 +95,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
              .reads_ahead = reads_ahead(options, source_),
              .slots_per_segment = static_cast<int32_t>(memory_->first_of(1)),
              .reads = !source_.files.empty()},
-            make_policy(options.policy, {layers(), experts(), options.slots})) {
+            make_policy(options.policy, {layers(), experts()})) {
   if (source_.files.empty()) return;
   vacant_.reserve(memory_->segments().size());
   loader_ = std::make_unique<Loader>(

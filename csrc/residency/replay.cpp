@@ -17,7 +17,6 @@
 #include "residency/core/core.h"
 #include "residency/lossy_choices.h"
 #include "residency/policies/coldest_by_layer.h"
-#include "residency/predictor.h"
 
 namespace torch_mesh {
 namespace {
@@ -97,6 +96,11 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   check_times(std::array{options.read_seconds, options.expert_seconds, options.rest_seconds});
   check(options.warm_up, trace.layers, trace.experts);
   check(options.soft_pins);
+  constexpr std::array<std::string_view, 3> kPredictors{"off", "lookahead", "simulated"};
+  if (std::ranges::find(kPredictors, options.predictor) == kPredictors.end()) {
+    throw_invalid("unknown predictor \"", options.predictor,
+                  "\"; allowed are off, lookahead, simulated");
+  }
   if (options.predictor == "lookahead" && trace.lookahead.empty()) {
     throw_invalid(
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
@@ -120,7 +124,7 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
 class Belady final : public ColdestByLayer<Belady> {
  public:
   explicit Belady(const RoutingTrace& trace)
-      : ColdestByLayer({trace.layers, trace.experts, /*slots=*/0}),
+      : ColdestByLayer({trace.layers, trace.experts}),
         uses_(static_cast<size_t>(trace.layers) * trace.experts, {kNever}) {
     for (int64_t forward = trace.forward_count() - 1; forward >= 0; --forward) {
       for (int32_t layer = 0; layer < trace.layers; ++layer) {
@@ -154,22 +158,9 @@ class Belady final : public ColdestByLayer<Belady> {
 class Predictions {
  public:
   Predictions(const RoutingTrace& trace, const ReplayOptions& options)
-      : trace_(trace), options_(options), random_(options.seed) {
-    if (options.predictor != "off" && options.predictor != "lookahead" &&
-        options.predictor != "simulated") {
-      learned_ = make_predictor(options.predictor, trace.layers, trace.experts);
-    }
-  }
-
-  void observe(int32_t layer, std::span<const int32_t> experts) {
-    if (learned_) learned_->observe(layer, experts);
-  }
-  void reset() {
-    if (learned_) learned_->reset();
-  }
+      : trace_(trace), options_(options), random_(options.seed) {}
 
   int32_t predict(int64_t step, std::span<int32_t> out) {
-    if (learned_) return learned_->predict(static_cast<int32_t>(step % trace_.layers), out);
     if (options_.predictor != "lookahead") return drawn(step, out);
     // A layer without a prediction has no positive scores.
     return rank(trace_.lookahead.subspan(step * trace_.experts, trace_.experts), order_, out);
@@ -199,7 +190,6 @@ class Predictions {
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
   std::mt19937_64 random_;
-  std::unique_ptr<Predictor> learned_;
   std::vector<int32_t> order_;
 };
 
@@ -216,7 +206,7 @@ class Replay {
                .prefill = options.prefill},
               options.policy == "belady"
                   ? std::make_unique<Belady>(trace)
-                  : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
+                  : make_policy(options.policy, {trace.layers, trace.experts})),
         disk_free_at_(disk_free_at),
         predictions_(trace, options),
         predicted_(options.prefetch),
@@ -234,7 +224,6 @@ class Replay {
         trace_.first_token(forward) != trace_.sequences[sequence_]) {
       return;
     }
-    predictions_.reset();
     // The core itself sees that a prompt begins a sequence.
     for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
       core_.begin_sequence(layer);
@@ -275,7 +264,6 @@ class Replay {
     read_until(now_);
     std::vector<int32_t> experts = experts_of(trace_, forward, layer);
     const Phase phase = phase_of(last - first);
-    predictions_.observe(layer, experts);
     for (int32_t expert : experts) {
       result_.predicted_right += predicted_for_[core_.id_of(layer, expert)] == forward;
     }

@@ -60,9 +60,8 @@ std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int3
 struct ReplayOptions {
   std::string policy = "auto";  // or "belady": the bound, without prefetch only
   int32_t slots = 0;
-  // "off", "previous", "coactivation" (predictor.h), "lookahead" (the trace's own), or "simulated":
-  // a seeded one that names each expert which will be used with probability `recall`, and others in
-  // place of the rest.
+  // "off", "lookahead" (the trace's own), or "simulated": a seeded one that names each expert which
+  // will be used with probability `recall`, and others in place of the rest.
   std::string predictor = "off";
   int32_t prefetch = 0;  // experts that are asked for ahead of each layer of a decode step
   double recall = .75;

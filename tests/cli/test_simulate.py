@@ -29,11 +29,6 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 GOLDEN = {
     "lru": [221160, 98712, 27182],
     "lfu": [146249, 72794, 19912],
-    "slru": [221160, 91197, 25306],
-    "2q": [196784, 92880, 28812],
-    "sieve": [221160, 97908, 26825],
-    "s3fifo": [160164, 86148, 22750],
-    "wtinylfu": [221160, 86210, 23040],
     "heat": [141717, 69937, 19790],
     "belady": [112881, 45978, 10224],
 }
@@ -280,7 +275,7 @@ def test_hit_rates_of_prompts_counted_separately_add_up() -> None:
         (["--fetch", "4"], "--fetch is for a predictor"),
         ([*NODES, "--fetch", "4"], "--fetch is for a predictor"),
         (["--recall", "0.9"], "--recall is of the simulated predictor"),
-        (["--prefetch", "previous", "--recall", "0.75"], "--recall is of the simulated predictor"),
+        (["--prefetch", "lookahead", "--recall", "0.75"], "--recall is of the simulated predictor"),
         (["--prefetch", "lookahead"], "lookahead scores"),
         (["--synthetic", "4,16"], "LAYERS,EXPERTS,TOP_K"),
         (["--nodes", "2"], "--network and --hidden-size"),

@@ -112,7 +112,7 @@ class Driver {
                .prefill = shape.prefill,
                .reads_ahead = 2,
                .slots_per_segment = shape.slots_per_segment},
-              make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})),
+              make_policy(shape.policy, {shape.layers, shape.experts})),
         target_(shape.slots) {
     after("the start");
   }
@@ -566,7 +566,7 @@ TEST(Core, IsAFunctionOfItsEvents) {
 TEST(Core, AGrowthThatFindsNoMemoryForItsLastSegmentIsTakenBack) {
   constexpr int32_t kSlots = 16, kFew = 4;
   Core core({.layers = 1, .experts = kSlots, .slots = kSlots, .slots_per_segment = kFew},
-            make_policy("lru", {1, kSlots, kSlots}));
+            make_policy("lru", {1, kSlots}));
   const auto detach = [&] {
     Effects& effects = core.end_event();
     const std::vector<int64_t> vacant = effects.vacant;
@@ -690,7 +690,7 @@ class OnCore {
                .prefill = shape.prefill,
                .reads_ahead = 1,
                .slots_per_segment = shape.slots_per_segment},
-              make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})) {
+              make_policy(shape.policy, {shape.layers, shape.experts})) {
     drain();
   }
 
@@ -896,7 +896,7 @@ class Guesses {
   }
 
   Core core_{{.layers = 1, .experts = kExperts, .slots = kSlots, .reads_ahead = 2},
-             make_policy("lru", {1, kExperts, kSlots})};
+             make_policy("lru", {1, kExperts})};
   std::deque<int32_t> under_way_;
   int32_t next_ = 0;
 };

@@ -68,8 +68,7 @@ LayerStats total(Engine& engine) {
 TEST(Policies, LearnWithoutAllocatingMemory) {
   constexpr int32_t kLayersOfModel = 4, kExpertsOfLayer = 64, kChosen = 6;
   for (const std::string_view name : policy_names()) {
-    const auto policy =
-        make_policy(name, {.layers = kLayersOfModel, .experts = kExpertsOfLayer, .slots = 40});
+    const auto policy = make_policy(name, {.layers = kLayersOfModel, .experts = kExpertsOfLayer});
     Random random;
     std::vector<int32_t> chosen;
     const auto forward = [&](int32_t layer) {
@@ -397,7 +396,7 @@ TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
   };
   for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
     const Model model(small_shape(format));
-    for (const char* policy : {"lru", "lfu", "slru"}) {
+    for (const char* policy : {"lru", "lfu", "heat"}) {
       const auto engine = model.open_resident({.policy = policy, .threads = 2}, in_turns);
       for (const int32_t tokens : {1, 60}) {
         const Batch batch(tokens, 4, model.shape().hidden, 5);
@@ -472,7 +471,7 @@ TEST(Engine, ATeamWakesWhenAWaitEndsInAnError) {
 
 TEST(Engine, OutputIsTheSameForAnyNumberOfSlots) {
   std::mt19937_64 random(testing::seed());
-  const std::array<const char*, 3> policies{"lru", "lfu", "slru"};
+  const std::array<const char*, 3> policies{"lru", "lfu", "heat"};
   const std::string uring = uring_unavailable().empty() ? "uring" : "threads";
   int32_t with_evictions = 0;
   for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {

@@ -96,7 +96,7 @@ TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
 }
 
 TEST(Pool, PredictedExpertsAreReadOnce) {
-  SlotTable slots(1, 8, 4, make_policy("lru", {1, 8, 4}));
+  SlotTable slots(1, 8, 4, make_policy("lru", {1, 8}));
   Expected expected(slots);
   expected.set(0, std::vector<int32_t>{5, 2}, Phase::kNone);
   const int32_t first = expected.read_next();
@@ -107,7 +107,7 @@ TEST(Pool, PredictedExpertsAreReadOnce) {
 }
 
 TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
-  SlotTable slots(2, 8, 16, make_policy("lru", {2, 8, 16}));
+  SlotTable slots(2, 8, 16, make_policy("lru", {2, 8}));
   Expected expected(slots);
   const std::vector<int32_t> guesses{5, 2, 7};
   // The predictions that a layer reads. Each read fails, so the expert is cold the next time.
@@ -147,7 +147,7 @@ TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
 
 TEST(Pool, PredictionsRightHalfTheTimeAreReadOnlyIfTheyEndInTime) {
   for (const bool idle : {false, true}) {
-    SlotTable slots(1, 8, 8, make_policy("lru", {1, 8, 8}));
+    SlotTable slots(1, 8, 8, make_policy("lru", {1, 8}));
     Expected expected(slots);
     const std::vector<int32_t> guesses{5, 2};
     bool asked = false;

@@ -378,7 +378,7 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
   std::mt19937 random(seed);
   constexpr int32_t kLayers = 3, kExperts = 8;
   const TestStore store(kLayers, kExperts);
-  const std::array<const char*, 3> policies{"lru", "lfu", "slru"};
+  const std::array<const char*, 3> policies{"lru", "lfu", "heat"};
   for (int32_t round = 0; round < 18; ++round) {
     PoolOptions options = options_of(1 + static_cast<int32_t>(random() % (kLayers * kExperts)));
     options.policy = policies[round % 3];

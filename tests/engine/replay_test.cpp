@@ -12,7 +12,6 @@
 #include "base/error.h"
 #include "error_of.h"
 #include "residency/policies/policy.h"
-#include "residency/predictor.h"
 #include "seed.h"
 
 namespace torch_mesh {
@@ -85,7 +84,7 @@ TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {
       ReplayOptions options{.policy = std::string(name), .slots = slots};
       const ReplayResult plain = replay(routing.trace(), options);
       EXPECT_LE(hits(plain), bound);
-      for (const char* predictor : {"off", "previous", "coactivation", "simulated"}) {
+      for (const char* predictor : {"off", "simulated"}) {
         options.predictor = predictor;
         options.prefetch = routing.top_k;
         const ReplayResult result = replay(routing.trace(), options);
@@ -300,33 +299,6 @@ TEST(ReplayRanks, RefuseInvalidOptions) {
   parts[1].tokens = 2;
   parts[1].ids.resize(4, RoutingTrace::kOtherRank);
   EXPECT_THROW(replay_parts(parts, {.slots = 2}, 0), Error);
-}
-
-TEST(Predictor, PreviousRanksByLastUse) {
-  auto predictor = make_predictor("previous", 2, 8);
-  std::vector<int32_t> out(3);
-  EXPECT_EQ(predictor->predict(0, out), 0);
-  predictor->observe(0, std::vector<int32_t>{4});
-  predictor->observe(0, std::vector<int32_t>{6, 2});
-  predictor->observe(1, std::vector<int32_t>{7});
-  EXPECT_EQ(predictor->predict(0, out), 3);
-  EXPECT_EQ(out, (std::vector<int32_t>{2, 6, 4}));
-  predictor->reset();
-  EXPECT_EQ(predictor->predict(0, out), 0);
-}
-
-TEST(Predictor, CoactivationCountsWhatFollowsALayer) {
-  auto predictor = make_predictor("coactivation", 2, 8);
-  std::vector<int32_t> out(2);
-  for (int32_t follower : {5, 5, 3}) {
-    predictor->observe(0, std::vector<int32_t>{1});
-    predictor->observe(1, std::vector<int32_t>{follower});
-  }
-  predictor->reset();  // forgets the position in the text, not the counts
-  EXPECT_EQ(predictor->predict(1, out), 0);
-  predictor->observe(0, std::vector<int32_t>{1});
-  EXPECT_EQ(predictor->predict(1, out), 2);
-  EXPECT_EQ(out, (std::vector<int32_t>{5, 3}));
 }
 
 }  // namespace

@@ -48,31 +48,31 @@ TEST(Policy, HeatsTableTakesNoMemoryBeforeItLearns) {
   GTEST_SKIP() << "the sanitizer's own memory is counted too";
 #endif
   const int64_t before = resident_pages();
-  const auto policy = make_policy("heat", {48, 512, 6144});  // a table of 48 MiB
+  const auto policy = make_policy("heat", {48, 512});  // a table of 48 MiB
   EXPECT_LT(resident_pages() - before, 16 * 256);
 }
 
 TEST(Policy, LruEvictsTheLeastRecentlyUsed) {
-  auto policy = make_policy("lru", {1, 8, 4});
+  auto policy = make_policy("lru", {1, 8});
   for (ExpertId id : {3, 1, 4, 5, 3, 1}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{4, 5, 3, 1}));
 }
 
 TEST(Policy, LfuEvictsTheColdestAndAmongEqualsTheOldest) {
-  auto policy = make_policy("lfu", {1, 8, 4});
+  auto policy = make_policy("lfu", {1, 8});
   for (ExpertId id : {2, 2, 2, 5, 6, 7, 7}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{5, 6, 7, 2}));
 }
 
 TEST(Policy, LfuHeatDecaysByThreePercentPerTick) {
-  auto policy = make_policy("lfu", {1, 8, 4});
+  auto policy = make_policy("lfu", {1, 8});
   for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
   // Two uses are worth one after ln 2 / -ln 0.97 = 22.8 ticks.
   for (int tick = 0; tick < 22; ++tick) policy->tick(0, {});
   use(*policy, 1);
   EXPECT_EQ(policy->victim(), 1);
   policy->remove(1);
-  policy = make_policy("lfu", {1, 8, 4});
+  policy = make_policy("lfu", {1, 8});
   for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
   for (int tick = 0; tick < 23; ++tick) policy->tick(0, {});
   use(*policy, 1);
@@ -80,7 +80,7 @@ TEST(Policy, LfuHeatDecaysByThreePercentPerTick) {
 }
 
 TEST(Policy, LfuRemembersHeatBeyondEviction) {
-  auto policy = make_policy("lfu", {1, 4, 2});
+  auto policy = make_policy("lfu", {1, 4});
   for (int use_count = 0; use_count < 5; ++use_count) use(*policy, 0);
   policy->remove(0);
   use(*policy, 1);
@@ -90,7 +90,7 @@ TEST(Policy, LfuRemembersHeatBeyondEviction) {
 }
 
 TEST(Policy, LfuComparesLayersByTheirOwnClocks) {
-  auto policy = make_policy("lfu", {2, 4, 4});
+  auto policy = make_policy("lfu", {2, 4});
   use(*policy, 0);
   for (int tick = 0; tick < 100; ++tick) policy->tick(0, {});
   use(*policy, 4);
@@ -100,7 +100,7 @@ TEST(Policy, LfuComparesLayersByTheirOwnClocks) {
 }
 
 TEST(Policy, LfuOrderSurvivesRescalingOfItsWeights) {
-  auto policy = make_policy("lfu", {1, 4, 3});
+  auto policy = make_policy("lfu", {1, 4});
   constexpr int kTicks = 9105;  // the weight passes 2^400 after 9103
   for (int tick = 0; tick < kTicks - 20; ++tick) policy->tick(0, {});
   for (ExpertId id : {0, 1, 1, 2, 2, 2}) use(*policy, id);
@@ -110,80 +110,8 @@ TEST(Policy, LfuOrderSurvivesRescalingOfItsWeights) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
 }
 
-TEST(Policy, SlruEvictsExpertsUsedOnceFirst) {
-  auto policy = make_policy("slru", {1, 8, 4});
-  for (ExpertId id : {0, 1, 0, 2, 3}) use(*policy, id);
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 3, 0}));
-}
-
-TEST(Policy, SlruSendsOverflowBackToProbation) {
-  auto policy = make_policy("slru", {1, 8, 4});  // the protected segment holds two
-  for (ExpertId id : {0, 1, 2, 3, 0, 1, 2}) use(*policy, id);
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 0, 1, 2}));
-}
-
-TEST(Policy, TwoQueuesIgnoreUsesInTheFirstQueueAndRememberItsGhosts) {
-  auto policy = make_policy("2q", {1, 16, 8});  // two in the first queue, four ghosts
-  for (ExpertId id : {0, 1, 2, 0, 0}) use(*policy, id);
-  EXPECT_EQ(policy->victim(), 0);
-  policy->remove(0);
-  use(*policy, 0);  // a ghost: enters the main queue
-  use(*policy, 3);
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 0, 2, 3}));
-}
-
-TEST(Policy, TwoQueuesForgetGhostsBeyondHalfOfTheSlots) {
-  auto policy = make_policy("2q", {1, 16, 4});
-  for (ExpertId id : {0, 1, 2}) {
-    use(*policy, id);
-    policy->remove(id);
-  }
-  for (ExpertId id : {0, 2, 5}) use(*policy, id);  // 0 is forgotten, 2 is not
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 2, 5}));
-}
-
-TEST(Policy, SieveSparesExpertsUsedSinceTheHandPassed) {
-  auto policy = make_policy("sieve", {1, 8, 4});
-  for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
-  EXPECT_EQ(policy->victim(), 0);  // all were marked, so the hand went round once
-  policy->remove(0);
-  use(*policy, 1);
-  use(*policy, 4);
-  EXPECT_EQ(policy->victim(), 2);
-  policy->remove(2);
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 1, 4}));
-}
-
-TEST(Policy, SieveDoesNotEvictNewcomersFirst) {
-  auto policy = make_policy("sieve", {1, 8, 4});
-  for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
-  policy->remove(policy->victim());
-  use(*policy, 4);
-  EXPECT_EQ(policy->victim(), 1);
-}
-
-TEST(Policy, S3FifoKeepsExpertsUsedAgainAndRemembersGhosts) {
-  auto policy = make_policy("s3fifo", {1, 64, 20});  // two in the small queue
-  for (ExpertId id : {0, 1, 2, 3, 0, 0}) use(*policy, id);
-  EXPECT_EQ(policy->victim(), 1);  // 0 was used twice more and has left the small queue
-  policy->remove(1);
-  use(*policy, 1);  // a ghost: enters the main queue
-  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 1, 2, 3}));
-}
-
-TEST(Policy, WTinyLfuAdmitsOnlyExpertsUsedMoreOften) {
-  auto policy = make_policy("wtinylfu", {1, 16, 4});  // a window of one, a main part of three
-  for (ExpertId id : {0, 1, 2, 0, 1, 2, 3}) use(*policy, id);
-  use(*policy, 4);
-  EXPECT_EQ(policy->victim(), 3);  // used once; the one it would replace, twice
-  policy->remove(3);
-  for (int i = 0; i < 3; ++i) use(*policy, 4);
-  use(*policy, 5);
-  EXPECT_EQ(policy->victim(), 2);  // on probation, since its second use was in the window
-}
-
 TEST(Policy, HeatKeepsExpertsOfTheNextLayerLongest) {
-  auto policy = make_policy("heat", {3, 2, 6});
+  auto policy = make_policy("heat", {3, 2});
   for (int32_t layer : {0, 1, 2, 0}) {
     policy->tick(layer, std::vector<int32_t>{0});
     if (!policy->resident(layer * 2)) use(*policy, layer * 2);
@@ -193,7 +121,7 @@ TEST(Policy, HeatKeepsExpertsOfTheNextLayerLongest) {
 }
 
 TEST(Policy, HeatEvictsTheLeastUsed) {
-  auto policy = make_policy("heat", {1, 4, 4});
+  auto policy = make_policy("heat", {1, 4});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 40; ++step) {
     policy->tick(0, step % 4 == 0 ? std::vector<int32_t>{0, 1} : std::vector<int32_t>{0});
@@ -203,7 +131,7 @@ TEST(Policy, HeatEvictsTheLeastUsed) {
 
 TEST(Policy, HeatLearnsWhichExpertFollowsWhich) {
   // 0 and 1 alternate, so that 1 is expected after 0 and vice versa. 2 is not used again.
-  auto policy = make_policy("heat", {1, 3, 3});
+  auto policy = make_policy("heat", {1, 3});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 4000; ++step) policy->tick(0, std::vector<int32_t>{step % 2});
   EXPECT_EQ(policy->victim(), 2);
@@ -216,8 +144,7 @@ TEST(Policy, HeatLearnsWhichExpertFollowsWhich) {
 
 TEST(Policy, HeatTreatsAPromptAsItsTokensOneByOne) {
   constexpr int32_t kExperts = 12;
-  auto prompted = make_policy("heat", {2, kExperts, 24}),
-       decoded = make_policy("heat", {2, kExperts, 24});
+  auto prompted = make_policy("heat", {2, kExperts}), decoded = make_policy("heat", {2, kExperts});
   std::mt19937_64 random(5);
   std::vector<int64_t> ids;
   for (int32_t token = 0; token < 30; ++token) {
@@ -242,8 +169,8 @@ TEST(Policy, HeatTreatsAPromptAsItsTokensOneByOne) {
 // The first part of a long prompt is processed in one pass, which must give the same means.
 TEST(Policy, HeatTreatsALongPromptNearlyAsItsTokensOneByOne) {
   constexpr int32_t kExperts = 24, kTokens = 512;
-  const auto prompted = make_policy("heat", {1, kExperts, kExperts}),
-             decoded = make_policy("heat", {1, kExperts, kExperts});
+  const auto prompted = make_policy("heat", {1, kExperts}),
+             decoded = make_policy("heat", {1, kExperts});
   // Uses become rarer from expert to expert. The second half of the prompt uses other experts.
   std::mt19937_64 random(11);
   std::vector<int64_t> ids;
@@ -273,11 +200,11 @@ TEST(Policy, HeatTreatsALongPromptNearlyAsItsTokensOneByOne) {
 
 TEST(Policy, PolicyNamesAreAcceptedByMakePolicy) {
   for (std::string_view name : policy_names()) {
-    const auto policy = make_policy(name, {1, 4, 2});
+    const auto policy = make_policy(name, {1, 4});
     EXPECT_EQ(resolve_policy(name), name == "auto" ? "heat" : name);
   }
   try {
-    make_policy("mru", {1, 4, 2});
+    make_policy("mru", {1, 4});
     FAIL() << "an unknown policy was accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
@@ -285,29 +212,24 @@ TEST(Policy, PolicyNamesAreAcceptedByMakePolicy) {
       EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
     }
   }
-  EXPECT_THROW(make_policy("lru", {0, 4, 2}), Error);
+  EXPECT_THROW(make_policy("lru", {0, 4}), Error);
 }
 
 // The definition of each policy, implemented without its data structures.
 class Model {
  public:
-  Model(std::string policy, int32_t layers, int32_t experts, int32_t slots)
-      : policy_(std::move(policy)),
-        experts_(experts),
-        protected_(std::max(1, slots / 2)),
-        items_(layers * experts) {}
+  Model(std::string policy, int32_t layers, int32_t experts)
+      : policy_(std::move(policy)), experts_(experts), items_(layers * experts) {}
 
   struct Item {
     bool resident = false, pinned = false;
-    int64_t recency = 0;    // order within its segment
-    int32_t uses = 0;       // since admission; 2 or more: protected
+    int64_t recency = 0;
     int64_t use_clock = 0;  // of the last use, for lfu
     double heat = 0;
   };
 
   void admit(ExpertId id) {
     items_[id].resident = true;
-    items_[id].uses = 0;
     items_[id].recency = items_[id].use_clock = ++clock_;
   }
   void remove(ExpertId id) { items_[id].resident = false; }
@@ -315,15 +237,12 @@ class Model {
     Item& item = items_[id];
     item.heat += 1;
     item.use_clock = ++clock_;
-    if (item.uses < 2) ++item.uses;
     if (!item.pinned) item.recency = clock_;
-    overflow();
   }
   void pin(ExpertId id) { items_[id].pinned = true; }
   void unpin(ExpertId id) {
     items_[id].pinned = false;
     items_[id].recency = ++clock_;
-    overflow();
   }
   void tick(int32_t layer) {
     for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat *= 0.97;
@@ -351,29 +270,11 @@ class Model {
   std::tuple<double, int64_t> key(ExpertId id) const {
     const Item& item = items_[id];
     if (policy_ == "lru") return {0, item.recency};
-    if (policy_ == "slru") return {item.uses < 2 ? 0 : 1, item.recency};
     return {item.heat, item.use_clock};
   }
 
-  void overflow() {
-    if (policy_ != "slru") return;
-    for (;;) {
-      int32_t count = 0;
-      ExpertId oldest = kNoExpert;
-      for (ExpertId id = 0; id < static_cast<ExpertId>(items_.size()); ++id) {
-        if (!items_[id].resident || items_[id].uses < 2) continue;
-        ++count;
-        if (items_[id].pinned) continue;
-        if (oldest == kNoExpert || items_[id].recency < items_[oldest].recency) oldest = id;
-      }
-      if (count <= protected_ || oldest == kNoExpert) return;
-      items_[oldest].uses = 1;
-      items_[oldest].recency = ++clock_;
-    }
-  }
-
   std::string policy_;
-  int32_t experts_, protected_;
+  int32_t experts_;
   std::vector<Item> items_;
   int64_t clock_ = 0;
 };
@@ -388,8 +289,8 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
   for (int round = 0; round < 10; ++round) {
     const int32_t layers = 1 + below(4), experts = 2 + below(10),
                   slots = 1 + below(layers * experts);
-    auto policy = make_policy(GetParam(), {layers, experts, slots});
-    Model model(GetParam(), layers, experts, slots);
+    auto policy = make_policy(GetParam(), {layers, experts});
+    Model model(GetParam(), layers, experts);
     int32_t resident = 0;
     for (int step = 0; step < 1500; ++step) {
       const ExpertId id = below(layers * experts);
@@ -427,7 +328,7 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu", "slru"),
+INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu"),
                          [](const auto& info) { return info.param; });
 
 // Properties of every policy.
@@ -441,7 +342,7 @@ TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
   for (int round = 0; round < 20; ++round) {
     const int32_t layers = 1 + below(4), experts = 2 + below(40),
                   slots = 1 + below(layers * experts);
-    auto policy = make_policy(GetParam(), {layers, experts, slots});
+    auto policy = make_policy(GetParam(), {layers, experts});
     std::set<ExpertId> resident, pinned;
     for (int step = 0; step < 1500; ++step) {
       const ExpertId id = below(layers * experts);
@@ -489,9 +390,7 @@ TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, EveryPolicy,
-                         ::testing::Values("lru", "lfu", "slru", "2q", "sieve", "s3fifo",
-                                           "wtinylfu", "heat"),
+INSTANTIATE_TEST_SUITE_P(All, EveryPolicy, ::testing::Values("lru", "lfu", "heat"),
                          [](const auto& info) { return "p" + info.param; });
 
 }  // namespace

@@ -55,7 +55,7 @@ TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
     SCOPED_TRACE(name);
     std::mt19937 random(seed);
     constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 10;
-    SlotTable slots(kLayers, kExperts, kSlots, make_policy(name, {kLayers, kExperts, kSlots}));
+    SlotTable slots(kLayers, kExperts, kSlots, make_policy(name, {kLayers, kExperts}));
     Ids held;
     for (int32_t step = 0; step < 2000; ++step) {
       const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
@@ -103,7 +103,7 @@ TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
 TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
   for (const std::string_view name : policy_names()) {
     SCOPED_TRACE(name);
-    SlotTable slots(1, 8, 3, make_policy(name, {1, 8, 3}));
+    SlotTable slots(1, 8, 3, make_policy(name, {1, 8}));
     for (ExpertId id : {0, 1, 2}) slots.landed(slots.read(id, Urgency::kDemand, Phase::kNone), 0);
     slots.soft_pin(0, SoftPin::kEarly, true);
     slots.pin(slots.find(2));
@@ -128,7 +128,7 @@ TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
 
 TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
   constexpr int32_t kSlots = 12;
-  SlotTable slots(2, 8, kSlots, make_policy("lru", {2, 8, kSlots}));
+  SlotTable slots(2, 8, kSlots, make_policy("lru", {2, 8}));
   SoftPins pins({.early_layers = 2, .early_experts = 3}, {.profile = falling(2, 8)}, slots);
   EXPECT_EQ(slots.slots_without_early(), 6);
   for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.early(id)) << id;
@@ -145,7 +145,7 @@ TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
 
 TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
   constexpr int32_t kSlots = 12;
-  SlotTable slots(3, 8, kSlots, make_policy("heat", {3, 8, kSlots}));
+  SlotTable slots(3, 8, kSlots, make_policy("heat", {3, 8}));
   SoftPins kept({.early_layers = 2, .early_experts = 2}, {}, slots);
   for (int32_t step = 0; step < 300; ++step) {
     kept.tick(0, Ids{step % 2 ? 5 : 3, 6}, {}, 0);
@@ -235,7 +235,7 @@ TEST(Sequence, APromptForgetsTheLastTextButNotTheModel) {
 
 TEST(Profile, SetsTheInitialOrderOfPolicies) {
   for (const char* name : {"heat", "lfu"}) {
-    auto policy = make_policy(name, {2, 4, 8});
+    auto policy = make_policy(name, {2, 4});
     ModelUse use(2, 4);
     use.tokens = {1000, 1000};
     use.uses = {500, 100, 300, 400, 600, 50, 700, 20};

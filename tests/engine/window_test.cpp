@@ -105,7 +105,7 @@ TEST(Window, ReadsNothingAheadBeforeTheLastChunkOrUnlessStreaming) {
 TEST(Window, ReadsEachExpertOnceAndEvictsNoneUnused) {
   constexpr int32_t kLayers = 4, kExperts = 64;
   const TestStore store(kLayers, kExperts);
-  for (const char* policy : {"auto", "lru", "lfu", "sieve"}) {
+  for (const char* policy : {"auto", "lru", "lfu"}) {
     for (const int32_t slots : {1, 2, 9, 64, 100}) {
       PoolOptions options = options_of(slots);
       options.policy = policy;

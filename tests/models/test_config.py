@@ -49,7 +49,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"store": 7}, "store=7 is not a folder"),
         ({"io": "aio"}, "io='aio'.*'uring', 'threads', 'buffered'"),
         ({"io": "mmap"}, "io='mmap'.*io='buffered'"),
-        ({"policy": "belady"}, "policy='belady'.*'lru', 'lfu', 'slru'"),
+        ({"policy": "belady"}, "policy='belady'.*'lru', 'lfu', 'heat'"),
         ({"verify": "sometimes"}, "verify='sometimes'.*'first', 'always', 'never'"),
         ({"threads": 0}, "threads=0.*positive number or 'auto'"),
         ({"threads": 1.5}, "threads=1.5 is not"),
@@ -99,7 +99,7 @@ def test_sizes_are_parsed(text: str | int, size: int) -> None:
 
 
 def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = {"quant_method": "mesh", "weights": "int4", "group_size": 32, "prefetch": "off", "policy": "slru"}
+    checkpoint = {"quant_method": "mesh", "weights": "int4", "group_size": 32, "prefetch": "off", "policy": "lfu"}
     monkeypatch.setenv("TORCH_MESH_PREFETCH", "auto")
     monkeypatch.setenv("TORCH_MESH_POLICY", "lru")
     monkeypatch.setenv("TORCH_MESH_TIMEOUT", "5")
@@ -296,9 +296,9 @@ def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: 
 def test_a_config_survives_copies_json_and_pickle() -> None:
     config = MeshConfig(resident=0.25, store=Path("folder"), threads=2)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-    config = config.replace(weights="int8", policy="slru")
+    config = config.replace(weights="int8", policy="lfu")
     stored = MeshConfig.of_checkpoint(json.loads(config.to_json_string(use_diff=False)))
-    assert stored == MeshConfig(weights="int8", policy="slru")
+    assert stored == MeshConfig(weights="int8", policy="lfu")
     config = MeshConfig(resident=0.25, threads="auto", gpu={"experts": 3, "streaming": "off"})
     assert repr(config) == "MeshConfig(resident=0.25, gpu={'experts': 3, 'streaming': 'off'})"
     assert MeshConfig.from_dict(config.to_dict()) == MeshConfig()  # to_dict leaves out the fields of this machine

@@ -100,8 +100,8 @@ def test_given_fields_override_those_of_the_converted_folder(tmp_path: Path, mon
     convert(tmp_path / "raw", tmp_path / "store", "int8", 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        model = _open(tmp_path / "store", resident=0.4, policy="slru")
-    assert "weights=int8 (group 32), resident=9 of 24 experts, policy=slru" in repr(model)
+        model = _open(tmp_path / "store", resident=0.4, policy="lfu")
+    assert "weights=int8 (group 32), resident=9 of 24 experts, policy=lfu" in repr(model)
     monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.2")
     assert "resident=4 of 24" in repr(AutoModelForCausalLM.from_pretrained(tmp_path / "store"))
     assert "resident=12 of 24" in repr(_open(tmp_path / "store", resident=0.5))
@@ -318,11 +318,11 @@ FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0
 def test_a_checkpoint_cannot_set_paths_or_resources(tmp_path: Path, cache: Path, ids: torch.Tensor) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
     convert(tmp_path / "raw", tmp_path / "store", "int8")
-    table = {"quant_method": "mesh", "policy": "slru", "store": str(tmp_path / "written"), "dense": "int4"}
+    table = {"quant_method": "mesh", "policy": "lfu", "store": str(tmp_path / "written"), "dense": "int4"}
     _change_config(tmp_path / "store", quantization_config=table | FILE_FIELDS)
     with pytest.warns(UserWarning, match="config.json sets store, dense, resident, threads.* ignored"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "store")
-    assert "policy=slru" in repr(model) and "resident=24 of 24" in repr(model) and "io=" not in repr(model)
+    assert "policy=lfu" in repr(model) and "resident=24 of 24" in repr(model) and "io=" not in repr(model)
     pool = next(patched_modules(model))._mesh_pool
     assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
     assert torch.equal(logits_of(model, ids), logits_of(reference, ids))

@@ -19,7 +19,7 @@ def policy_names() -> list[str]:
 
 
 def predictor_names() -> list[str]:
-    return ["off", "previous", "coactivation", "lookahead", _SIMULATED]
+    return ["off", "lookahead", _SIMULATED]
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,8 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
     if (!taken[slot]) spare_.push_back(slot);
   }
   capacity_ = std::max(capacity_, 1);
-  wanted_ = make_policy(options.policy, {.layers = static_cast<int32_t>(options.moving.size()),
-                                         .experts = experts_,
-                                         .slots = capacity_});
+  wanted_ = make_policy(
+      options.policy, {.layers = static_cast<int32_t>(options.moving.size()), .experts = experts_});
   for (ExpertId id = 0; id < every && wanted_count_ < capacity_; ++id) {
     if (slots_of_[id] >= 0 && options.moving[id / experts_]) want(id);
   }

@@ -35,7 +35,6 @@ void SlotTable::set_limit(int32_t slots) {
   const int32_t first = std::min(limit_, slots), last = std::max(limit_, slots);
   const bool lower = slots < limit_;
   limit_ = slots;
-  policy_->resize(slots);
   for (int32_t index = first; index < last; ++index) {
     if (slots_[index].state != SlotState::kEmpty || slots_[index].pins > 0) continue;
     lower ? empty_.erase(index) : empty_.push_back(index);

@@ -2,25 +2,31 @@
 // end.
 #pragma once
 
-#include "residency/policies/queue_policy.h"
+#include "io/index_list.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 
-class Lru final : public QueuePolicy {
+class Lru final : public Policy {
  public:
-  explicit Lru(const PolicyOptions& options) : QueuePolicy(options, kCount) {}
-
-  void gained(ExpertId id) override { move(id, kEvictable); }
-  void lost(ExpertId id) override { move(id, kNone); }
+  explicit Lru(const PolicyOptions& options) : Policy(options.all()), links_(options.all()) {}
+  Lru(const Lru&) = delete;
+  Lru& operator=(const Lru&) = delete;
 
   void touch(ExpertId id) override {
-    if (evictable(id)) move(id, kEvictable);
+    if (!evictable(id)) return;
+    lost(id);
+    gained(id);
   }
 
-  ExpertId victim() override { return oldest(kEvictable); }
+  ExpertId victim() override { return evictable_.front(); }
 
  private:
-  enum : Queue { kNone, kEvictable, kCount };
+  void gained(ExpertId id) override { evictable_.push_back(id); }
+  void lost(ExpertId id) override { evictable_.erase(id); }
+
+  IndexLinks links_;
+  IndexList evictable_{links_};  // the least recently used first
 };
 
 }  // namespace torch_mesh

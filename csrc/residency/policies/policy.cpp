@@ -7,11 +7,6 @@
 #include "residency/policies/heat.h"
 #include "residency/policies/lfu.h"
 #include "residency/policies/lru.h"
-#include "residency/policies/s3fifo.h"
-#include "residency/policies/sieve.h"
-#include "residency/policies/slru.h"
-#include "residency/policies/two_queues.h"
-#include "residency/policies/wtinylfu.h"
 
 namespace torch_mesh {
 namespace {
@@ -26,23 +21,18 @@ struct NamedPolicy {
   std::unique_ptr<Policy> (*make)(const PolicyOptions&);
 };
 
-constexpr std::array<NamedPolicy, 8> kPolicies{{
+constexpr std::array<NamedPolicy, 3> kPolicies{{
     {"lru", make<Lru>},
     {"lfu", make<Lfu>},
-    {"slru", make<Slru>},
-    {"2q", make<TwoQueues>},
-    {"sieve", make<Sieve>},
-    {"s3fifo", make<S3Fifo>},
-    {"wtinylfu", make<WTinyLfu>},
     {"heat", make<Heat>},
 }};
 
 }  // namespace
 
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options) {
-  if (options.layers < 1 || options.experts < 1 || options.slots < 1) {
-    throw_invalid("a policy needs at least one layer, expert and slot, not ", options.layers, ", ",
-                  options.experts, " and ", options.slots);
+  if (options.layers < 1 || options.experts < 1) {
+    throw_invalid("a policy needs at least one layer and expert, not ", options.layers, " and ",
+                  options.experts);
   }
   for (const NamedPolicy& policy : kPolicies) {
     if (policy.name == resolve_policy(name)) return policy.make(options);

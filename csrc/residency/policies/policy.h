@@ -26,17 +26,14 @@ class Policy {
   }
   void remove(ExpertId id) {  // is resident no more
     if (evictable(id)) pin(id);
-    removed(id);
     standing_[id] = Standing::kAbsent;
   }
   void pin(ExpertId id) {  // first pin: no victim until unpin()
     standing_[id] = Standing::kPinned;
-    --evictable_count_;
     lost(id);
   }
   void unpin(ExpertId id) {  // last pin gone
     standing_[id] = Standing::kEvictable;
-    ++evictable_count_;
     gained(id);
   }
   bool resident(ExpertId id) const { return standing_[id] != Standing::kAbsent; }
@@ -58,10 +55,6 @@ class Policy {
   // keeps what is true of the model.
   virtual void begin_sequence(int32_t layer) { (void)layer; }
 
-  // The pool has this many slots now. Surplus experts are removed one by one, before or after this
-  // call.
-  virtual void resize(int32_t slots) { (void)slots; }
-
   // One forward of a layer begins and needs these experts, resident or not, each once. This is the
   // clock of policies that decay, and what policies that predict learn from.
   virtual void tick(int32_t layer, std::span<const int32_t> experts) { (void)layer, (void)experts; }
@@ -75,25 +68,21 @@ class Policy {
 
  protected:
   bool evictable(ExpertId id) const { return standing_[id] == Standing::kEvictable; }
-  bool any_evictable() const { return evictable_count_ > 0; }
 
  private:
-  // An expert becomes resident (admitted) and then evictable (gained). Later it is no longer
-  // evictable (lost), for a pin or before it is no longer resident (removed).
+  // An expert becomes resident (admitted) and then evictable (gained). It is no longer evictable
+  // (lost) once it is pinned, and before it is removed.
   virtual void admitted(ExpertId id) { (void)id; }
   virtual void gained(ExpertId id) { (void)id; }
   virtual void lost(ExpertId id) { (void)id; }
-  virtual void removed(ExpertId id) { (void)id; }
 
   enum class Standing : uint8_t { kAbsent, kEvictable, kPinned };
   std::vector<Standing> standing_;  // by expert
-  int32_t evictable_count_ = 0;
 };
 
 struct PolicyOptions {
   int32_t layers;
   int32_t experts;  // per layer
-  int32_t slots;
 
   int64_t all() const { return int64_t{layers} * experts; }
 };

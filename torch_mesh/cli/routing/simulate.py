@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefetch",
         default="off",
-        help="predictor of the next layer: previous, coactivation, lookahead or simulated (default: %(default)s)",
+        help="predictor of the next layer: lookahead or simulated (default: %(default)s)",
     )
     parser.add_argument(
         "--fetch",
