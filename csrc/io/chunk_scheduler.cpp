@@ -59,10 +59,7 @@ void ChunkScheduler::add(const ReadRequest& read) {
   requests_[index] = {.read = read, .state = RequestState::kQueued, .result = {.tag = read.tag}};
   queue_of(read.urgency).push_back(index);
   ++live_;
-  if (canceled_) {
-    stop_cutting(index);
-    finish_if_complete(index);
-  }
+  if (canceled_) fail_uncut(index, ECANCELED);
 }
 
 void ChunkScheduler::raise_priority(uint64_t tag) {
@@ -80,15 +77,11 @@ void ChunkScheduler::raise_priority(uint64_t tag) {
 
 void ChunkScheduler::cancel() {
   canceled_ = true;
-  for (size_t index = 0; index < chunks_.size(); ++index) {
-    if (chunks_[index].state == ChunkState::kReady) fail(static_cast<int32_t>(index), ECANCELED);
+  for (const Chunk& chunk : chunks_) {
+    if (chunk.state == ChunkState::kReady) fail(chunk, ECANCELED);
   }
   for (const IndexList& queue : queued_) {
-    while (!queue.empty()) {
-      const int32_t request = queue.front();
-      stop_cutting(request);
-      finish_if_complete(request);
-    }
+    while (!queue.empty()) fail_uncut(queue.front(), ECANCELED);
   }
 }
 
@@ -97,11 +90,6 @@ std::optional<ChunkRead> ChunkScheduler::next() {
     for (int32_t index = 0; ready_ > 0 && index < std::ssize(chunks_); ++index) {
       const Chunk& chunk = chunks_[index];
       if (chunk.state != ChunkState::kReady) continue;
-      // Another chunk of the request may have failed while this one waited to be repeated.
-      if (unwanted(chunk)) {
-        fail(index, ECANCELED);
-        continue;
-      }
       if (requests_[chunk.request].read.urgency != urgency) continue;
       const int32_t drive = drive_for(chunk, urgency);
       if (drive >= 0) return start(index, drive);
@@ -260,19 +248,23 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
   count_read(drive, std::max<int64_t>(0, result));
   drive.bytes -= chunk.bytes - chunk.resume;
   --drive.chunks;
-  if (result >= 0) {
-    advance(index, result);
-    return;
-  }
+  const int error = result >= 0 ? advance(chunk, result) : error_of(chunk, result, final);
+  Request& request = requests_[chunk.request];
+  if (result >= 0 && chunk.landed >= chunk.needed) {
+    release(index);
+    finish_if_complete(chunk.request);
+  } else if (error != 0 || canceled_ || request.result.error != 0) {
+    fail(chunk, error != 0 ? error : ECANCELED);
+  }  // else next() will find it
+}
+
+int ChunkScheduler::error_of(Chunk& chunk, int64_t result, bool final) const {
   const int error = static_cast<int>(-result);
-  // It is ready already, and next() will find it.
-  if (!final && may_repeat(chunk, fault_of(error))) {
-    if (unwanted(chunk)) fail(index, ECANCELED);
-  } else {
-    // To our callers ENODATA means the end of the file, and EBADMSG that the owner of a shared pool
-    // has found a wrong checksum. The kernel's are a medium error and broken metadata.
-    fail(index, (error == ENODATA || error == EBADMSG) && !final ? EIO : error);
-  }
+  if (final) return error;
+  if (may_repeat(chunk, fault_of(error))) return 0;
+  // To our callers ENODATA means the end of the file, and EBADMSG that the owner of a shared pool
+  // has found a wrong checksum. The kernel's are a medium error and broken metadata.
+  return error == ENODATA || error == EBADMSG ? EIO : error;
 }
 
 ChunkScheduler::Fault ChunkScheduler::fault_of(int error) {
@@ -314,45 +306,47 @@ bool ChunkScheduler::is_on_other_than(const Chunk& chunk, uint32_t drives) const
   return false;
 }
 
-void ChunkScheduler::advance(int32_t index, int64_t bytes) {
-  Chunk& chunk = chunks_[index];
+int ChunkScheduler::advance(Chunk& chunk, int64_t bytes) const {
   assert(bytes <= chunk.bytes - chunk.resume);
   const int64_t landed = chunk.resume + bytes;
-  if (landed >= chunk.needed) {
-    release(index);
-    return;
-  }
-  const bool progress = landed > chunk.landed;
+  chunk.stalls = landed > chunk.landed ? 0 : chunk.stalls + 1;
   chunk.landed = std::max(chunk.landed, landed);
-  chunk.stalls = progress ? 0 : chunk.stalls + 1;
+  if (chunk.landed >= chunk.needed) return 0;
   // Direct I/O cannot go on from the middle of a block, so that block is read again. If the file
   // ends within it, each attempt returns the same bytes.
   chunk.resume = chunk.landed / alignment_ * alignment_;
   const bool ended = bytes == 0 || chunk.stalls > kMaxShortStalls;
-  if (ended && !may_repeat(chunk, Fault::kLasting)) {
-    fail(index, ENODATA);
-  } else if (unwanted(chunk)) {
-    fail(index, ECANCELED);
+  return ended && !may_repeat(chunk, Fault::kLasting) ? ENODATA : 0;
+}
+
+void ChunkScheduler::fail(const Chunk& chunk, int error) {
+  fail(chunk.request, error, chunk.file, chunk.drive, chunk.offset + chunk.landed);
+}
+
+void ChunkScheduler::fail_uncut(int32_t request, int error) {
+  const Request& each = requests_[request];
+  const Extent& rest = each.read.piece[each.cut_piece].from;
+  fail(request, error, rest.file, 0, rest.offset + each.cut_offset);
+}
+
+void ChunkScheduler::fail(int32_t owner, int error, int32_t file, int32_t drive, int64_t offset) {
+  Request& request = requests_[owner];
+  ReadResult& result = request.result;
+  if (result.error == 0) {
+    result.error = error;
+    result.file = file;
+    result.drive = drive;
+    result.offset = offset;
   }
-}
-
-bool ChunkScheduler::unwanted(const Chunk& chunk) const {
-  return canceled_ || requests_[chunk.request].result.error != 0;
-}
-
-void ChunkScheduler::record_error(Request& request, int error, int32_t file, int32_t drive,
-                                  int64_t offset) {
-  if (request.result.error != 0) return;
-  request.result = {
-      .tag = request.read.tag, .error = error, .file = file, .drive = drive, .offset = offset};
-}
-
-void ChunkScheduler::fail(int32_t index, int error) {
-  const Chunk& chunk = chunks_[index];
-  Request& request = requests_[chunk.request];
-  record_error(request, error, chunk.file, chunk.drive, chunk.offset + chunk.landed);
-  stop_cutting(chunk.request);
-  release(index);
+  if (request.state == RequestState::kQueued) {
+    queue_of(request.read.urgency).erase(owner);
+    request.state = RequestState::kCut;
+  }
+  for (int32_t index = 0; index < std::ssize(chunks_); ++index) {
+    const Chunk& chunk = chunks_[index];
+    if (chunk.state == ChunkState::kReady && chunk.request == owner) release(index);
+  }
+  finish_if_complete(owner);
 }
 
 void ChunkScheduler::release(int32_t index) {
@@ -362,17 +356,6 @@ void ChunkScheduler::release(int32_t index) {
   --ready_;
   free_chunks_.push_back(index);
   --requests_[chunk.request].chunks;
-  finish_if_complete(chunk.request);
-}
-
-// Drops the bytes that are not cut into chunks yet: the request has failed or the reader closes.
-void ChunkScheduler::stop_cutting(int32_t index) {
-  Request& request = requests_[index];
-  if (request.state != RequestState::kQueued) return;
-  queue_of(request.read.urgency).erase(index);
-  request.state = RequestState::kCut;
-  const Extent& rest = request.read.piece[request.cut_piece].from;
-  record_error(request, ECANCELED, rest.file, 0, rest.offset + request.cut_offset);
 }
 
 // A failed request is reported only when its last chunk has returned, since the caller may then

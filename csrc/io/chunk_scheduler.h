@@ -109,7 +109,10 @@ class ChunkScheduler {
   int32_t cut(int32_t request);
   bool skip_to_needed(Request& request) const;
   ChunkRead start(int32_t chunk, int32_t drive);
-  void advance(int32_t chunk, int64_t bytes);
+  // Counts bytes that have landed. Returns ENODATA where the file has ended, or 0.
+  int advance(Chunk& chunk, int64_t bytes) const;
+  // The error of an attempt with this result; 0 if the chunk is to be repeated.
+  int error_of(Chunk& chunk, int64_t result, bool final) const;
   enum class Fault : uint8_t {
     kInterruption,
     kDisk,
@@ -120,12 +123,12 @@ class ChunkScheduler {
   // drive that has not failed, or a limited number of times on those that may do better.
   bool may_repeat(Chunk& chunk, Fault fault) const;
   bool is_on_other_than(const Chunk& chunk, uint32_t drives) const;
-  bool unwanted(const Chunk& chunk) const;
-  void fail(int32_t chunk, int error);
+  void fail(const Chunk& chunk, int error);     // its request, there
+  void fail_uncut(int32_t request, int error);  // at the first byte that is not cut
+  // The first error of a request is the one that it ends with. Drops all of it that is not under
+  // way.
+  void fail(int32_t request, int error, int32_t file, int32_t drive, int64_t offset);
   void release(int32_t chunk);
-  void stop_cutting(int32_t request);
-  static void record_error(Request& request, int error, int32_t file, int32_t drive,
-                           int64_t offset);
   void finish_if_complete(int32_t request);
 
   const int64_t chunk_bytes_;

@@ -22,6 +22,9 @@ using testing::fresh_seed;
 constexpr int64_t kUnit = 512;
 constexpr int64_t kMaxBytes = 6 << 20;
 
+// The time of schedulers, which only tests move.
+ChunkScheduler::Time test_time;
+
 ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency urgency) {
   static std::byte anywhere;
   ReadRequest request{};
@@ -86,6 +89,20 @@ TEST(ChunkScheduler, FailedRequestIsReportedWhenItsLastChunkIsBack) {
   EXPECT_EQ(result->error, EIO);
   EXPECT_EQ(result->offset, 4096);
   EXPECT_FALSE(scheduler.take_finished());
+}
+
+// Statistics need the time.
+TEST(ChunkScheduler, AFailedRequestSaysWhenItBegan) {
+  test_time = ChunkScheduler::Time(std::chrono::seconds(7));
+  ChunkScheduler scheduler(1, 4096, kUnit, 0, kMaxBytes, {}, [] { return test_time; });
+  scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
+  const auto read = scheduler.next();
+  test_time += std::chrono::seconds(2);
+  scheduler.complete(read->chunk, -EIO);
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, EIO);
+  EXPECT_EQ(result->begun, test_time - std::chrono::seconds(2));
+  EXPECT_EQ(result->ended, test_time);
 }
 
 TEST(ChunkScheduler, AnErrorOfTheDiskIsNotTakenForTheEndOfTheFileOrAWrongChecksum) {
@@ -211,9 +228,6 @@ TEST(ChunkScheduler, TheDriveThatIsFreeFirstReadsTheNextChunk) {
     EXPECT_FALSE(scheduler.next());
   }
 }
-
-// The time of schedulers with several drives, which only tests move.
-ChunkScheduler::Time test_time;
 
 TEST(ChunkScheduler, ADriveReadsByItsSpeed) {
   constexpr int64_t kMiB = 1 << 20;
@@ -363,8 +377,8 @@ TEST(ChunkScheduler, AChunkThatWaitsToBeRepeatedEndsWithItsRequest) {
   const auto first = scheduler.next(), second = scheduler.next();
   scheduler.complete(first->chunk, -EIO);  // to be repeated
   scheduler.complete(second->chunk, -EINVAL);
-  EXPECT_FALSE(scheduler.next());
   EXPECT_EQ(scheduler.take_finished()->error, EINVAL);
+  EXPECT_FALSE(scheduler.next());
   EXPECT_TRUE(scheduler.idle());
 }
 
