@@ -86,6 +86,7 @@ void ChunkScheduler::cancel() {
 }
 
 std::optional<ChunkRead> ChunkScheduler::next() {
+  estimate_paces();
   for (const Urgency urgency : kUrgencies) {
     for (int32_t index = 0; ready_ > 0 && index < std::ssize(chunks_); ++index) {
       const Chunk& chunk = chunks_[index];
@@ -105,15 +106,17 @@ std::optional<ChunkRead> ChunkScheduler::next() {
 }
 
 int32_t ChunkScheduler::drive_for(const Chunk& chunk, Urgency urgency) const {
-  const int64_t bytes = chunk.bytes - chunk.resume;
+  // Until it has read what is under way and this chunk.
+  const auto time_of = [&](int32_t drive) {
+    const int64_t bytes = drives_[drive].bytes + chunk.bytes - chunk.resume;
+    return drives_[drive].pace * static_cast<double>(bytes) + drives_[drive].late;
+  };
   int32_t best = -1;
   const auto better = [&](int32_t drive) {
     if (best < 0) return true;
     const bool failed = (chunk.failed_on >> drive & 1) != 0;
     const bool best_failed = (chunk.failed_on >> best & 1) != 0;
-    return failed != best_failed
-               ? best_failed
-               : time_to_read(drives_[drive], bytes) < time_to_read(drives_[best], bytes);
+    return failed != best_failed ? best_failed : time_of(drive) < time_of(best);
   };
   for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
     const bool lost = (chunk.lost_on >> drive & 1) != 0;
@@ -122,18 +125,24 @@ int32_t ChunkScheduler::drive_for(const Chunk& chunk, Urgency urgency) const {
   return best >= 0 && room(best, urgency) ? best : -1;
 }
 
-double ChunkScheduler::time_to_read(const Drive& drive, int64_t bytes) const {
-  const auto seconds_per_byte = [](const Drive& each) {
-    return each.seconds / std::max(each.bytes_read, 1.0);
-  };
-  // A drive whose speed is not known counts as twice as fast as the fastest, so that it is tried.
+void ChunkScheduler::estimate_paces() {
+  if (drives_.size() == 1) return;
   double fastest = std::numeric_limits<double>::infinity();
-  for (const Drive& each : drives_) {
-    if (each.seconds > 0) fastest = std::min(fastest, seconds_per_byte(each));
+  for (Drive& drive : drives_) {
+    drive.pace = drive.seconds / std::max(drive.bytes_read, 1.0);
+    if (drive.seconds > 0) fastest = std::min(fastest, drive.pace);
   }
   if (std::isinf(fastest)) fastest = 1;
-  const double own = drive.seconds > 0 ? seconds_per_byte(drive) : fastest / 2;
-  return own * static_cast<double>(drive.bytes + bytes);
+  const Time now = now_();
+  for (Drive& drive : drives_) {
+    // A drive whose speed is not known counts as twice as fast as the fastest, so that it is tried.
+    if (drive.seconds == 0) drive.pace = fastest / 2;
+    // One that no longer answers would keep its speed, and reads would wait for it instead of going
+    // to others. So it is expected to need as long again as it is overdue.
+    const double waited = std::chrono::duration<double>(now - drive.counted_until).count();
+    const double expected = drive.pace * static_cast<double>(drive.bytes);
+    drive.late = drive.chunks == 0 ? 0 : std::max(0.0, waited - expected);
+  }
 }
 
 void ChunkScheduler::count_begun(const Chunk& chunk) {

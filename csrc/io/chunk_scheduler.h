@@ -88,15 +88,17 @@ class ChunkScheduler {
     double seconds = 0;
     double bytes_read = 0;
     int32_t passed_over = 0;  // chunks of other drives since its last one
+    // As estimated last:
+    double pace = 1;  // seconds a byte; the same of all drives while no speed is known
+    double late = 0;  // seconds by which what is under way is overdue
   };
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
   // The drive that will have read the chunk first, of those that have not failed, or else of all
   // but the lost ones. -1 if it has no room.
   int32_t drive_for(const Chunk& chunk, Urgency urgency) const;
-  // The time until a drive has read what is under way and `bytes` more; in bytes while no drive's
-  // speed is known.
-  double time_to_read(const Drive& drive, int64_t bytes) const;
+  // For several drives.
+  void estimate_paces();
   void count_begun(const Chunk& chunk);
   void count_read(Drive& drive, int64_t bytes);
   // Whether a chunk may start on `drive`. A chunk under way cannot be overtaken, and shares the

@@ -261,6 +261,30 @@ TEST(ChunkScheduler, ADriveReadsByItsSpeed) {
   EXPECT_EQ(chunks_of_second(1), 1);
 }
 
+TEST(ChunkScheduler, ADriveThatNoLongerAnswersIsNotWaitedFor) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), [] { return test_time; });
+  const auto read_for = [&](const ChunkRead& read, int64_t milliseconds) {
+    test_time += std::chrono::milliseconds(milliseconds);
+    scheduler.complete(read.chunk, read.bytes);
+  };
+  scheduler.add(request_of_file(0, 2 * kMiB));
+  const ChunkRead fast = start(scheduler), slow = start(scheduler);
+  EXPECT_EQ(slow.descriptor, 2);
+  read_for(fast, 1);
+  read_for(slow, 20);
+  ASSERT_EQ(scheduler.take_finished()->error, 0);
+  scheduler.add(request_of_file(0, 8 * kMiB));
+  for (int32_t chunk = 0; chunk < 3; ++chunk) EXPECT_EQ(start(scheduler).descriptor, 0);
+  EXPECT_FALSE(scheduler.next()) << "the fast drive will be free long before the other has read";
+  test_time += std::chrono::milliseconds(500);
+  for (int32_t chunk = 3; chunk < 8; ++chunk) {
+    const ChunkRead read = start(scheduler);
+    EXPECT_EQ(read.descriptor, 2) << chunk;
+    read_for(read, 20);
+  }
+}
+
 TEST(ChunkScheduler, PrefetchBeginsOnAnIdleDriveBesideDemandOnAnother) {
   constexpr int64_t kMiB = 1 << 20;
   ChunkScheduler scheduler(16, kMiB, kUnit, 1, kMaxBytes, two_drives(), frozen);
