@@ -507,14 +507,12 @@ TEST_F(LendingTest, ABorrowerUsesItsRecordsAfterTheOwnerIsGone) {
   lender_.reset();
   owner_.reset();
   EXPECT_TRUE(forward(*pool, 1, {3, 2, 1, 0}));
-  const auto begin = std::chrono::steady_clock::now();
   for (int32_t i = 0; i < 3; ++i) {
     const auto error = error_of([&] { forward(*pool, 2, {4}); });
-    EXPECT_EQ(error.kind(), ErrorKind::kRead);
+    EXPECT_EQ(error.kind(), ErrorKind::kRead) << "and not kTimeout: " << error.what();
     EXPECT_EQ(error.os_error(), ECONNRESET);
     EXPECT_NE(std::string(error.what()).find("torch-mesh share"), std::string::npos);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);  // its time-out is 20 s
   pool->validate();
 }
 
@@ -704,14 +702,12 @@ TEST_F(LendingTest, ConnectingToAFullQueueTimesOutOrIsInterrupted) {
     waiting.emplace_back(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   } while (connect(waiting.back().get(), at, sizeof(address)) == 0);
   ASSERT_EQ(errno, EAGAIN);
-  const auto begin = std::chrono::steady_clock::now();
   const auto late = error_of([&] { loan(300ms); });
   EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
   Runtime runtime;
   runtime.interrupted = [] { return true; };
   const auto error = error_of([&] { Loan(path(), store_.source(), kRecord, 60s, runtime); });
   EXPECT_EQ(error.kind(), ErrorKind::kInterrupted) << error.what();
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 
 TEST_F(LendingTest, OnlyOneOfSeveralOwnersTakesOverASocketLeftBehind) {
