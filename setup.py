@@ -327,6 +327,7 @@ class EngineTests(Command):
                     "-fsanitize=address,undefined",
                     "-fno-sanitize=null,nonnull-attribute,returns-nonnull-attribute",
                     "-fno-sanitize-recover=all",
+                    "-D_GLIBCXX_ASSERTIONS",  # indices of spans and vectors within their memory
                 ],
             }[self.sanitize]
             common = [*COMMON, *includes, "-O1", "-fno-omit-frame-pointer", "-g", "-pthread", *compile_flags, *flags]
