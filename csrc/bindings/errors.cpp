@@ -56,6 +56,11 @@ py::object exception_of(const Error& error) {
   return exception;
 }
 
+void warn_of(const Error& error) {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, error.what(), 1) != 0) throw py::error_already_set();
+}
+
 void throw_as_python(const Error& error) {
   const py::gil_scoped_acquire gil;
   raise(error);

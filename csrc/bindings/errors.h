@@ -41,5 +41,7 @@ constexpr auto op = &PythonErrors<function>::call;
 
 // Returns the Python exception for `error` without raising it.
 pybind11::object exception_of(const Error& error);
+// Issues a RuntimeWarning with the error's message. Throws where filters make it an exception.
+void warn_of(const Error& error);
 
 }  // namespace torch_mesh

@@ -58,6 +58,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                   .deferred = extras.deferred,
                   .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
                   .context = &extras});
+  if (const auto error = handle.engine().pool().take_wrong_copy()) warn_of(*error);
   return out;
 }
 

@@ -120,7 +120,7 @@ int32_t ChunkScheduler::drive_for(const Chunk& chunk, Urgency urgency) const {
   };
   for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
     const bool lost = (chunk.lost_on >> drive & 1) != 0;
-    if (!lost && copies_.descriptor(chunk.file, drive) >= 0 && better(drive)) best = drive;
+    if (!lost && is_on(chunk, drive) && better(drive)) best = drive;
   }
   return best >= 0 && room(best, urgency) ? best : -1;
 }
@@ -259,6 +259,7 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
   --drive.chunks;
   const int error = result >= 0 ? advance(chunk, result) : error_of(chunk, result, final);
   Request& request = requests_[chunk.request];
+  if (result > 0) request.result.drives |= 1U << chunk.drive;
   if (result >= 0 && chunk.landed >= chunk.needed) {
     release(index);
     finish_if_complete(chunk.request);
@@ -310,9 +311,14 @@ bool ChunkScheduler::may_repeat(Chunk& chunk, Fault fault) const {
 
 bool ChunkScheduler::is_on_other_than(const Chunk& chunk, uint32_t drives) const {
   for (int32_t drive = 0; drive < copies_.drives(); ++drive) {
-    if (copies_.descriptor(chunk.file, drive) >= 0 && (drives >> drive & 1) == 0) return true;
+    if (is_on(chunk, drive) && (drives >> drive & 1) == 0) return true;
   }
   return false;
+}
+
+bool ChunkScheduler::is_on(const Chunk& chunk, int32_t drive) const {
+  if (requests_[chunk.request].read.original) return drive == 0;
+  return copies_.descriptor(chunk.file, drive) >= 0;
 }
 
 int ChunkScheduler::advance(Chunk& chunk, int64_t bytes) const {

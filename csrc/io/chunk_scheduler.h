@@ -33,7 +33,8 @@ class ChunkScheduler {
 
   // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, which
   // are first come, first served. It is read from the drive that will have read it first, of those
-  // with its file, and after an error from one that has not failed. None when `depth` chunks are
+  // with its file, and after an error from one that has not failed; the original of a request from
+  // the first drive alone. None when `depth` chunks are
   // under way, or the limit of bytes on each drive with something to read.
   std::optional<ChunkRead> next();
   // `result` and `final`: as in ChunkResult.
@@ -125,6 +126,9 @@ class ChunkScheduler {
   // drive that has not failed, or a limited number of times on those that may do better.
   bool may_repeat(Chunk& chunk, Fault fault) const;
   bool is_on_other_than(const Chunk& chunk, uint32_t drives) const;
+  // Whether the chunk may be read from there: the drive has its file, or is the original's where
+  // the request asks for that.
+  bool is_on(const Chunk& chunk, int32_t drive) const;
   void fail(const Chunk& chunk, int error);     // its request, there
   void fail_uncut(int32_t request, int error);  // at the first byte that is not cut
   // The first error of a request is the one that it ends with. Drops all of it that is not under

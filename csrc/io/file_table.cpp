@@ -168,22 +168,21 @@ Descriptor FileTable::open_direct(const File& file, std::string& obstacle) {
 }
 
 void FileTable::open_copies(std::span<const File> files) {
-  size_t drives = 1;
-  for (const File& file : files) drives = std::max(drives, file.copies.size() + 1);
+  const int32_t drives = drives_of(files);
   if (drives == 1) return;
   std::vector<int32_t> descriptors;
   for (size_t index = 0; index < files.size(); ++index) {
     const File& file = files[index];
     descriptors.push_back(static_cast<int32_t>(index));
-    for (size_t drive = 1; drive < drives; ++drive) {
-      const std::string path = drive <= file.copies.size() ? file.copies[drive - 1] : "";
+    for (int32_t drive = 1; drive < drives; ++drive) {
+      const std::string path = file.path_on(drive);
       if (!path.empty() && buffered_[index]) {
         refuse_copy(path, concat(file.path, " is read through the page cache"));
       }
       descriptors.push_back(path.empty() ? -1 : open_copy({path, file.bytes}));
     }
   }
-  copies_ = FileCopies(static_cast<int32_t>(drives), std::move(descriptors));
+  copies_ = FileCopies(drives, std::move(descriptors));
 }
 
 int32_t FileTable::open_copy(const File& copy) {

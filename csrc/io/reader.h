@@ -41,6 +41,7 @@ struct ReadRequest {
   Urgency urgency;
   int32_t pieces;
   std::array<Piece, kMaxPieces> piece;
+  bool original = false;  // reads the files themselves and no copy of theirs
 };
 
 struct ReadResult {
@@ -49,6 +50,7 @@ struct ReadResult {
   int32_t file = 0;   // where it failed
   int32_t drive = 0;  // of those with a copy of the file
   int64_t offset = 0;
+  uint32_t drives = 0;                               // a bit for each that bytes were read from
   std::chrono::steady_clock::time_point begun = {};  // its first chunk; unset: never
   std::chrono::steady_clock::time_point ended = {};  // its last one
 };

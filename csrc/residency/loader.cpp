@@ -61,14 +61,6 @@ ErrorPlace error_place(const Source& source, ExpertId id) {
   return {layer, expert, source.files[extent.file].path, extent.offset};
 }
 
-namespace {
-
-bool is_mirrored(const Source& source) {
-  return !source.files.empty() && !source.files.front().copies.empty();
-}
-
-}  // namespace
-
 Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pack,
                SlotMemory& memory, const Topology& topology, Done done)
     : options_(options),
@@ -280,11 +272,18 @@ void Loader::finish(const ReadResult& result) {
   for (int32_t piece = 0; again && piece < read.request.pieces; ++piece) {
     reader_->forget(read.request.piece[piece].from);
   }
-  Ended ended{slot, read.bytes, std::move(error), result};
+  Ended ended{slot, read.bytes, std::move(error), result, read.again};
+  if (read.again && !ended.error && read.first_drives > 1) {
+    // Without memory for it, the fault stays unnamed.
+    static_cast<void>(caught([&] { ended.wrong_copy = copy_error(read); }));
+  }
   {
     const Lock lock(mutex_);
     read.again = again;
     if (again) {
+      // Which drive was wrong is not known, and the original is what was checked when it was made.
+      read.request.original = true;
+      read.first_drives = result.drives;
       to_submit_.push_back(slot);
     } else {
       end(read);
@@ -341,7 +340,7 @@ bool Loader::checksum_matches(int32_t slot) {
   if (expected.value_or(checksum) != checksum) return false;
   expected = checksum;
   // Another read of a mirrored file may be of other drives.
-  if (options_.verify == Verify::kFirst && !is_mirrored(source_)) expected.reset();
+  if (options_.verify == Verify::kFirst && source_.drives() == 1) expected.reset();
   return true;
 }
 
@@ -358,9 +357,26 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
 
 Error Loader::checksum_error(ExpertId id) const {
   const ErrorPlace place = error_place(source_, id);
-  const std::string file = place.file + (is_mirrored(source_) ? " or a copy of it in mirrors" : "");
-  return Error(ErrorKind::kChecksum, wrong_checksum(describe(source_, id), file, place.offset),
-               place);
+  return Error(ErrorKind::kChecksum,
+               wrong_checksum(describe(source_, id), place.file, place.offset), place);
+}
+
+Error Loader::copy_error(const Read& read) const {
+  ErrorPlace place = error_place(source_, read.expert);
+  const File& file = source_.files[source_.extents_of(read.expert)[0].file];
+  std::string copies;
+  for (int32_t drive = 1; drive < source_.drives(); ++drive) {
+    if ((read.first_drives >> drive & 1) == 0 || file.path_on(drive).empty()) continue;
+    copies += (copies.empty() ? "" : " or ") + file.path_on(drive);
+  }
+  place.file = copies;
+  return Error(
+      ErrorKind::kChecksum,
+      concat("the bytes of ", describe(source_, read.expert), " in ", copies, " (offset ",
+             place.offset, ") are wrong by their checksum and were read again from ", file.path,
+             ", where they are right: the copy or its drive is damaged; copy "
+             "the file again, or leave the folder out of mirrors"),
+      place);
 }
 
 void Loader::validate() const {

@@ -3,7 +3,7 @@
 // Records of a store are read into their slots. Raw weights are read into one of a few staging
 // buffers and packed into the slot from there; a read without a free buffer waits for one, and
 // prefetches leave half of them to demand reads. Where `verify` wants a checksum, a wrong one is
-// reported after a second read.
+// reported after a second read, which is of the file itself and of no copy of it.
 #pragma once
 
 #include <array>
@@ -58,6 +58,9 @@ class Loader {
     int64_t bytes;  // that were read for it
     std::optional<Error> error;
     ReadResult read = {};  // the last one, where it was not refused
+    bool again = false;    // it is a second read, after a wrong checksum
+    // What the second read shows of the first: wrong bytes of a copy on another drive.
+    std::optional<Error> wrong_copy = {};
   };
   // Called once for each read that no caller of take_refused() got, on a thread of the loader's. It
   // may call begin(), raise_priority() and flush(), and must not throw.
@@ -96,7 +99,8 @@ class Loader {
   struct Read {
     enum class State : uint8_t { kNone, kQueued, kUnderWay };  // queued for a staging buffer
     State state = State::kNone;
-    bool again = false;  // the second read, after a wrong checksum
+    bool again = false;         // the second read, after a wrong checksum
+    uint32_t first_drives = 0;  // those of the first one
     ExpertId expert = kNoExpert;
     int32_t staging = -1;     // index of the buffer that a raw record is read into; -1: none
     uint32_t generation = 0;  // so that a late raise_priority() cannot mean the slot's next read
@@ -128,6 +132,7 @@ class Loader {
   bool checksum_matches(int32_t slot);
   Error read_error(int32_t slot, const ReadResult& result) const;
   Error checksum_error(ExpertId id) const;
+  Error copy_error(const Read& read) const;
   void run_finisher();
 
   const LoaderOptions options_;

@@ -66,10 +66,9 @@ PoolOptions checked(const PoolOptions& options, const Source& source, const Pack
 // As many records as the reader prefetches at a time, and one to follow. A slot that is taken
 // sooner is an eviction that may prove needless. With a depth below four it is one record.
 int64_t reads_ahead(const PoolOptions& options, const Source& source) {
-  const int64_t drives = source.files.empty() ? 1 : std::ssize(source.files[0].copies) + 1;
   const int64_t chunk = std::min(options.reader.chunk_bytes, options.record_bytes);
-  const int64_t at_a_time =
-      drives * std::min<int64_t>(options.reader.depth / 4 * chunk, kMaxBytesBesidePrefetch);
+  const int64_t at_a_time = source.drives() * std::min<int64_t>(options.reader.depth / 4 * chunk,
+                                                                kMaxBytesBesidePrefetch);
   return 1 + (at_a_time + options.record_bytes - 1) / options.record_bytes;
 }
 
@@ -177,12 +176,29 @@ bool Pool::flushed(Lock& lock) {
 
 void Pool::on_ended(Loader::Ended ended) {
   const Event event(*this);
+  if (ended.again) core_.read_again(ended.slot);
+  if (ended.wrong_copy) keep_wrong_copy(std::move(*ended.wrong_copy));
   if (ended.error) {
     core_.failed(ended.slot, ended.bytes, std::move(*ended.error));
   } else {
     timeline_.landed(ended.slot, ended.read);
     core_.landed(ended.slot, ended.bytes);
   }
+}
+
+// If there is no memory for it, the next wrong record of the copy is reported.
+void Pool::keep_wrong_copy(Error error) {
+  const auto is_same = [&](const Error& other) { return other.place().file == error.place().file; };
+  if (std::ranges::any_of(wrong_copies_, is_same)) return;
+  const auto lost = caught([&] { wrong_copies_.push_back(std::move(error)); });
+  if (!lost) ++unreported_copies_;
+}
+
+std::optional<Error> Pool::take_wrong_copy() {
+  if (unreported_copies_ == 0) return std::nullopt;
+  const Lock lock(mutex_);
+  if (unreported_copies_ == 0) return std::nullopt;
+  return wrong_copies_[wrong_copies_.size() - static_cast<size_t>(unreported_copies_--)];
 }
 
 // The I/O thread takes the segment from the ring, then drops its pages.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -126,6 +127,9 @@ class Pool {
   void count_rerouted(int32_t layer, int64_t replaced);
   // Prefetches that are unused at this moment will count neither as used nor as unused.
   void reset_stats();
+  // An error of each copy of a file that had wrong bytes, once: the original was read instead.
+  std::optional<Error> take_wrong_copy();
+
   // Records the times of the next `count` misses of forwards, see timeline.h; 0: stops recording.
   void record_misses(int32_t count);
   std::vector<Miss> misses() const;
@@ -272,6 +276,7 @@ class Pool {
   int64_t present_bytes() const;
 
   void on_ended(Loader::Ended ended);
+  void keep_wrong_copy(Error error);
   bool detach(int64_t segment);
 
   const OwnerProcess owner_;
@@ -290,6 +295,8 @@ class Pool {
   std::function<void()> progress_;
   LastForward last_forward_;
   Timeline timeline_;
+  std::vector<Error> wrong_copies_;  // the first of each
+  std::atomic<int32_t> unreported_copies_ = 0;
   bool queued_ = false;          // there are queued reads since the last flush()
   std::vector<int64_t> vacant_;  // segments
 

@@ -1,7 +1,11 @@
 // Files, and ranges of bytes in them.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,8 +21,18 @@ struct File {
   // 0 has `path`.
   std::vector<std::string> copies = {};
 
-  const std::string& path_on(int32_t drive) const { return drive == 0 ? path : copies[drive - 1]; }
+  std::string path_on(int32_t drive) const {
+    if (drive == 0) return path;
+    return drive <= std::ssize(copies) ? copies[drive - 1] : "";
+  }
 };
+
+// How many drives these files are on.
+inline int32_t drives_of(std::span<const File> files) {
+  size_t copies = 0;
+  for (const File& file : files) copies = std::max(copies, file.copies.size());
+  return static_cast<int32_t>(copies) + 1;
+}
 
 struct Extent {
   int32_t file;  // index in the list of files

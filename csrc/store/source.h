@@ -47,6 +47,7 @@ struct Source {
   ExpertId id_of(int32_t layer, int32_t index) const { return layer * experts + index; }
   int32_t layer_of(ExpertId id) const { return id / experts; }
   int32_t index_of(ExpertId id) const { return id % experts; }
+  int32_t drives() const { return drives_of(files); }
   // The model's number of the expert `index` of a layer.
   int32_t number(int32_t index) const { return first_expert + index; }
   int32_t number_of(ExpertId id) const { return number(index_of(id)); }

@@ -349,6 +349,42 @@ TEST(ChunkScheduler, AfterAnErrorAnotherDriveIsRead) {
   EXPECT_EQ(result->drive, 0);
 }
 
+TEST(ChunkScheduler, AReadOfTheOriginalStaysOnItsDrive) {
+  ChunkScheduler scheduler(8, 4096, kUnit, /*retries=*/1, kMaxBytes, two_drives(), frozen);
+  ReadRequest request = request_of_file(0, 4 * 4096);
+  request.original = true;
+  scheduler.add(request);
+  std::vector<ChunkRead> started;
+  while (const auto read = scheduler.next()) started.push_back(*read);
+  ASSERT_EQ(started.size(), 4u);
+  for (const ChunkRead& read : started) EXPECT_EQ(read.descriptor, 0);
+  scheduler.complete(started[0].chunk, -EIO);
+  const ChunkRead again = start(scheduler);
+  EXPECT_EQ(again.descriptor, 0) << "though the other drive has not failed";
+  started[0] = again;
+  for (const ChunkRead& read : started) scheduler.complete(read.chunk, 4096);
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, 0);
+  EXPECT_EQ(result->drives, 1u);
+}
+
+TEST(ChunkScheduler, ARequestSaysWhichDrivesItWasReadFrom) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 0, kMaxBytes, two_drives(), frozen);
+  for (const int32_t file : {0, 1}) {
+    scheduler.add(request_of_file(file, 2 * 4096));
+    while (const auto read = scheduler.next()) scheduler.complete(read->chunk, 4096);
+    const auto result = scheduler.take_finished();
+    EXPECT_EQ(result->error, 0);
+    EXPECT_EQ(result->drives, 1u);
+  }
+  scheduler.add(request_of_file(0, 2 * 4096));
+  const ChunkRead first = start(scheduler), second = start(scheduler);
+  scheduler.complete(first.chunk, -ENODEV);
+  scheduler.complete(second.chunk, 4096);
+  scheduler.complete(start(scheduler).chunk, 4096);
+  EXPECT_EQ(scheduler.take_finished()->drives, 2u) << "the first drive gave no bytes";
+}
+
 TEST(ChunkScheduler, ADriveIsReadAgainAfterAnotherWasLost) {
   ChunkScheduler scheduler(4, 4096, kUnit, /*retries=*/1, kMaxBytes, two_drives(), frozen);
   scheduler.add(request_of_file(0, 2 * 4096));

@@ -78,8 +78,57 @@ TEST(Pool, AWrongChecksumIsRetriedOnceAndThenAnError) {
   pool.reset_stats();
   EXPECT_THROW(pool.promote(0, std::vector<int32_t>{2}), Error);
   EXPECT_EQ(total(pool).bytes_read, 2 * kRecord);  // read twice
+  EXPECT_EQ(total(pool).second_reads, 1);
   store.write(2 * kRecord, record_of(0, 2));
   forward(pool, 0, all_of(4));
+  expect_at_rest(pool);
+}
+
+// A store whose second file, with the same records, is on another drive.
+Source with_copy(const TestStore& store, const TestStore& copy) {
+  Source source = store.source();
+  source.files[0].copies = {copy.path()};
+  return source;
+}
+
+TEST(Pool, AWrongCopyIsReplacedByTheFileItself) {
+  const TestStore store(1, 8), copy(1, 8);
+  if (direct_io_alignment(store.path()) < 0) GTEST_SKIP() << "no direct I/O";
+  for (int32_t expert = 0; expert < 8; ++expert) {
+    auto wrong = record_of(0, expert);
+    for (const size_t chunk : {0, 4096}) wrong[chunk + 100] ^= std::byte{4};
+    copy.write(expert * kRecord, wrong);
+  }
+  Pool pool(options_of(4), {}, with_copy(store, copy), nullptr);
+  forward(pool, 0, all_of(8));
+  expect_at_rest(pool);
+  const LayerStats counts = total(pool);
+  EXPECT_GT(counts.second_reads, 0);
+  EXPECT_EQ(counts.bytes_read, (8 + counts.second_reads) * kRecord);
+  EXPECT_EQ(counts.failed, 0);
+  const auto error = pool.take_wrong_copy();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kChecksum);
+  EXPECT_EQ(error->place().file, copy.path());
+  for (const std::string& part : {copy.path(), store.path(), std::string("of layer 0")}) {
+    EXPECT_NE(std::string(error->what()).find(part), std::string::npos) << error->what();
+  }
+  EXPECT_FALSE(pool.take_wrong_copy()) << "each copy is named once";
+}
+
+TEST(Pool, AnOriginalThatIsWrongIsAnErrorWhateverTheCopyHolds) {
+  const TestStore store(1, 2), copy(1, 2);
+  if (direct_io_alignment(store.path()) < 0) GTEST_SKIP() << "no direct I/O";
+  auto wrong = record_of(0, 0);
+  for (const size_t chunk : {0, 4096}) wrong[chunk + 100] ^= std::byte{4};
+  store.write(0, wrong);
+  Pool pool(options_of(2), {}, with_copy(store, copy), nullptr);
+  const Error error = error_of([&] { pool.promote(0, std::vector<int32_t>{0}); });
+  EXPECT_EQ(error.kind(), ErrorKind::kChecksum);
+  EXPECT_EQ(error.place().file, store.path());
+  EXPECT_EQ(total(pool).second_reads, 1);
+  EXPECT_FALSE(pool.take_wrong_copy());
+  pool.drain();
   expect_at_rest(pool);
 }
 

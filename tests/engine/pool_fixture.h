@@ -111,15 +111,6 @@ inline void expect_at_rest(const Pool& pool) {
   pool.validate();
 }
 
-inline LayerStats total(const Pool& pool) {
-  LayerStats sum;
-  for (const LayerStats& layer : pool.stats()) {
-    sum.accesses += layer.accesses, sum.hits += layer.hits, sum.cold_misses += layer.cold_misses;
-    sum.inflight_misses += layer.inflight_misses, sum.promoted += layer.promoted;
-    sum.evicted += layer.evicted, sum.bytes_read += layer.bytes_read;
-    sum.prefetches += layer.prefetches, sum.failed += layer.failed;
-  }
-  return sum;
-}
+inline LayerStats total(const Pool& pool) { return pool.totals().counts; }
 
 }  // namespace torch_mesh::testing

@@ -95,6 +95,22 @@ def test_a_store_is_read_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor,
     assert sorted(copies) == [str(copy / file.name) for file in store.manifest.record_files]
 
 
+@pytest.mark.usefixtures("copies")
+def test_a_damaged_copy_is_named_and_replaced_by_the_original(raw: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    store = convert(raw, tmp_path / "store", "int4").store
+    copy = shutil.copytree(store.folder, tmp_path / "copy")
+    expected = logits_of(_open(store.folder, resident=1.0), ids)
+    model = _open(store.folder, resident=0.5, mirrors=copy)
+    for record_file in store.manifest.record_files:  # after it was compared with the original
+        path = copy / record_file.name
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with pytest.warns(RuntimeWarning, match=rf"in {copy}/\S+ .* were read again from {store.folder}/.* are right"):
+        assert torch.equal(logits_of(model, ids), expected)
+    counters = torch_mesh.stats(model)
+    assert counters.second_reads > 0 and counters.failed == 0
+    assert f"{counters.second_reads} reads were repeated after a wrong checksum" in str(counters).splitlines()
+
+
 def test_a_shared_pool_reads_from_both(raw: Path, tmp_path: Path, ids: torch.Tensor, copies: list[str]) -> None:
     store = convert(raw, tmp_path / "store", "int4").store
     copy = shutil.copytree(store.folder, tmp_path / "copy")

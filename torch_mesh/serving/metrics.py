@@ -24,6 +24,7 @@ _BY_PHASE = {
     "promoted": "Reads that made an expert resident.",
     "evicted": "Experts that lost their slot to others.",
     "failed": "Reads that ended in an error.",
+    "second_reads": "Reads that were repeated after a wrong checksum.",
 }
 _PREFIX_COUNTS = {
     "hits": "Prompts of which a beginning was read from the prefix cache.",

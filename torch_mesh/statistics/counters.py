@@ -47,6 +47,7 @@ class Counters:
     unused_prefetch_bytes: int = 0  #: read by unused prefetches
     prefetches_failed: int = 0  #: prefetch reads that ended in an error
     failed: int = 0  #: reads that ended in an error
+    second_reads: int = 0  #: of a record, from the original file, after one with a wrong checksum
     bytes_read: int = 0  #: of experts, by reads of all kinds
     stall_seconds: float = 0.0  #: time in which a forward had nothing to compute
     prefetch_stall_seconds: float = 0.0  #: of these, waiting only for reads that were begun as prefetches
@@ -292,6 +293,8 @@ class Stats(PhaseCounters):
             lines.append(f"no lookahead from {_ranges(layers)}: {reason}")
         if self.fallback_accesses:
             lines.append(f"{self.fallback_accesses} of {self.accesses} accesses were to fallback experts")
+        if self.second_reads:
+            lines.append(f"{self.second_reads} reads were repeated after a wrong checksum")
         if self.speculation is not None:
             lines.append(str(self.speculation))
         lines += map(str, self.tables)

@@ -81,6 +81,8 @@ class Core {
   // A read of Effects::reads has ended. bytes: read for it.
   void landed(int32_t slot, int64_t bytes);
   void failed(int32_t slot, int64_t bytes, Error error);
+  // Before that: the first read of the record had a wrong checksum.
+  void read_again(int32_t slot) { slots_.count_second_read(slot); }
 
   // Hints, see Pool.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);

@@ -109,6 +109,7 @@ class SlotTable {
   // Repeats a failed prefetch that a forward waits for, as a demand read: no forward fails for a
   // prefetch.
   void failed(int32_t slot, int64_t bytes, Error error);
+  void count_second_read(int32_t slot) { ++stats_of(slots_[slot]).second_reads; }
   // For cores that read nothing: reserve() takes an empty slot for a record; filled() says that the
   // record is there.
   int32_t reserve(ExpertId id);

@@ -29,6 +29,7 @@ namespace torch_mesh {
   X(unused_prefetch_bytes) /* read by those */                                                    \
   X(prefetches_failed)     /* prefetch reads that ended in an error */                            \
   X(failed)                /* reads that ended in an error and were not begun anew */             \
+  X(second_reads)          /* of a record, after one with a wrong checksum */                     \
   X(stall_nanoseconds)     /* forwards that had nothing to compute and waited */                  \
   X(prefetch_stall_nanoseconds) /* of these: only for reads that were begun as prefetches */      \
   X(decision_nanoseconds)       /* under the lock: choosing slots, queueing reads, handing out */ \
