@@ -33,23 +33,23 @@ inline void many_rows_of_fp8(const BlockProducts& products) {
 
 // Panels are never faster on AMD's cores (docs/decisions/0027). Many rows of fp8 are multiplied as
 // bf16.
-template <template <typename> typename Prefetches, template <typename> typename PrefetchesInt8>
+template <template <typename> typename Prefetches>
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
   };
   using Bf16 = Prefetches<NativeBf16Dot>;
-  using Int8 = PrefetchesInt8<VnniInt8Dot>;
+  using Int8 = Prefetches<VnniInt8Dot>;
   using Fp8 = Prefetches<Fp8Dot<E4m3AsFloats>>;
   template <typename Codes>
   using Nibbles = Prefetches<VnniNibbleDot<Codes>>;
   static constexpr ManyRows kRows{.tile_fp8 = 6};
 };
 
-using Zen5 = Amd<PrefetchingFar, PrefetchingFar>;
+using Zen5 = Amd<PrefetchingFar>;
 
 // Its own prefetchers do most (docs/decisions/0012, 0051).
-struct Zen4 : Amd<PrefetchingForTiles, PrefetchingLines> {
+struct Zen4 : Amd<PrefetchingLines> {
   static constexpr int kPlainColumns = 1;
 };
 

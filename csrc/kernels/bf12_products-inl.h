@@ -67,7 +67,7 @@ inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* va
     for (int b = 0; b < kBlocks; ++b) {
       const std::byte* row = blocks[b].tile(tile) + j * kBf12RowBytes;
       for (int32_t line = 0; line < kBf12RowBytes; line += kLineBytes) {
-        prefetch_ahead<Dot, 1>(row + line);
+        prefetch_ahead<Dot>(row + line);
       }
       rows[b].read(row, [&](int v, Words own) {
         sums[b][v] = Dot::add(sums[b][v], pair, Dot::expand(own));
@@ -83,7 +83,7 @@ inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byt
   constexpr int32_t kVectors = kBlockColumns / kLanes;
   alignas(64) std::byte words[kBf12WordsBytes];
   for (int32_t line = 0; line < kBf12TileBytes; line += kLineBytes) {
-    prefetch_ahead<Dot, 1>(block.tile(tile) + line);
+    prefetch_ahead<Dot>(block.tile(tile) + line);
   }
   expand_bf12_tile(block, tile, words);
   for (int32_t j = 0; j < kBf12Rows; ++j) {

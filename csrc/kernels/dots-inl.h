@@ -29,13 +29,7 @@ struct PrefetchingFar : Dot {
   static constexpr bool kPrefetchesLines = true;
 };
 
-// For Zen 4, whose own prefetchers keep up with one row. Prefetches slow it down.
-template <typename Dot>
-struct PrefetchingForTiles : PrefetchingFar<Dot> {
-  static constexpr bool kPrefetchesOnlyTiles = true;
-};
-
-// For its int8, which prefetches only by LinesAhead.
+// For Zen 4, whose own prefetchers keep up with few rows. Many rows prefetch by LinesAhead.
 template <typename Dot>
 struct PrefetchingLines : Dot {
   static constexpr bool kPrefetchesLines = true;
@@ -68,10 +62,6 @@ struct WithoutPrefetching<Prefetching<Dot>> {
 };
 template <typename Dot>
 struct WithoutPrefetching<PrefetchingFar<Dot>> {
-  using Type = Dot;
-};
-template <typename Dot>
-struct WithoutPrefetching<PrefetchingForTiles<Dot>> {
   using Type = Dot;
 };
 template <typename Dot>

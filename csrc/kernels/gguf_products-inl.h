@@ -284,7 +284,7 @@ constexpr int kGgufStreams = 4;
 template <typename Prefetches>
 inline void prefetch_range_ahead(const std::byte* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kLineBytes) {
-    prefetch_ahead<Prefetches, 1>(from + line);
+    prefetch_ahead<Prefetches>(from + line);
   }
 }
 
@@ -337,7 +337,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
         for (int32_t first = 0; first < kBlockColumns; first += kGgufColumns) {
           const std::byte* words = of_block + kGroups * kSteps + first * kType.bits * 4;
           for (int w = 0; w < kType.bits; ++w) {
-            prefetch_ahead<Prefetches, 1>(words + w * kGgufLine);
+            prefetch_ahead<Prefetches>(words + w * kGgufLine);
           }
           for (int32_t c = first; c < first + kGgufColumns; c += kLanes, words += kLanes * 4) {
             if (c / kLanes < asks) ahead.ask();

@@ -12,9 +12,9 @@
 //   zeros(scales)   the operand of a weight of zero, per column (integers)
 //   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
 //   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
-//   kPrefetchBytes, kPrefetchesOnlyTiles, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it
-//                   prefetches weights, if it does (Prefetching, PrefetchingFar,
-//                   PrefetchingForTiles, PrefetchingLines, PrefetchingStreams)
+//   kPrefetchBytes, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it prefetches weights,
+//   if
+//                   it does (Prefetching, PrefetchingFar, PrefetchingLines, PrefetchingStreams)
 #pragma once
 
 #include <type_traits>
@@ -78,17 +78,15 @@ inline void expand_weights(const std::byte* words,
   }
 }
 
-// Whether a Dot prefetches kPrefetchBytes ahead of words that it multiplies with kRows rows, or
-// that it expands (kRows = 1).
-template <typename Dot, int kRows>
+// Whether a Dot prefetches kPrefetchBytes ahead of words that it multiplies or expands.
+template <typename Dot>
 constexpr bool prefetches_words() {
-  constexpr bool kDoes = requires { Dot::kPrefetchBytes; };
-  return kDoes && (kRows > 1 || !requires { Dot::kPrefetchesOnlyTiles; });
+  return requires { Dot::kPrefetchBytes; };
 }
 
-template <typename Dot, int kRows>
+template <typename Dot>
 inline void prefetch_ahead(const std::byte* words) {
-  if constexpr (prefetches_words<Dot, kRows>()) __builtin_prefetch(words + Dot::kPrefetchBytes);
+  if constexpr (prefetches_words<Dot>()) __builtin_prefetch(words + Dot::kPrefetchBytes);
 }
 
 template <typename Dot>
@@ -96,11 +94,12 @@ constexpr bool prefetches_lines() {
   return requires { Dot::kPrefetchesLines; };
 }
 
-// The fewest rows of bf16, and of int8 in large groups, for which a Dot with kPrefetchesLines
-// prefetches by lines, and no longer by words.
-constexpr int32_t kPrefetchingLinesRows = 12;
-// The same for int8, if the Dot prefetches only by lines.
-constexpr int32_t kPrefetchingInt8LinesRows = 8;
+// The fewest rows for which a Dot with kPrefetchesLines prefetches by lines, and no longer by
+// words.
+template <typename Dot>
+constexpr int32_t min_rows_for_lines() {
+  return prefetches_words<Dot>() ? 12 : 8;
+}
 
 // The bytes that tiles prefetch while they go over other weights: `bytes` from `from` on. Each tile
 // prefetches the share of its rows, two lines at a step of its products. (With two tiles that is a
@@ -199,7 +198,7 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
     for (int v = 0; v < kVectors; v += kAtOnce) {
       const int32_t column = j * words_at_once<Dot>() * kBlockColumns + v * kLanes;
       const std::byte* at = words + column * column_bytes<Dot>();
-      if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot, kRows>(at);
+      if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
       typename Dot::Weights weights[kAtOnce];
       expand_weights<Dot>(at, weights);
 #pragma GCC unroll 2
@@ -239,7 +238,7 @@ inline void add_words_of_pair(const std::byte* const (&words)[2], int32_t count,
         const std::byte* at =
             words[b] + (int64_t{j} * kBlockColumns + v * kLanes) * column_bytes<Dot>();
         if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) {
-          prefetch_ahead<HalfAsFar<Dot>, 1>(at);
+          prefetch_ahead<HalfAsFar<Dot>>(at);
         }
         typename Dot::Weights weights[kAtOnce];
         expand_weights<Dot>(at, weights);
@@ -340,7 +339,7 @@ struct ExpandedGroup : IntegerGroup<Dot, Scales> {
       std::byte* to = bytes + j * kBlockColumns * 8;
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         const std::byte* at = this->words + (j * kBlockColumns + c) * 4;
-        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot, 1>(at);
+        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot>(at);
         const auto weights = Dot::weights(at);
         store_words(to + c * 4, weights.low);
         store_words(to + (kBlockColumns + c) * 4, weights.high);

@@ -38,7 +38,7 @@ inline void block_products_bf16(const BlockProducts& products) {
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return bf16_row<Dot>(products);
   } else if constexpr (prefetches_lines<Dot>()) {
-    if (products.rows.count >= kPrefetchingLinesRows) {
+    if (products.rows.count >= min_rows_for_lines<Dot>()) {
       return bf16_products<typename WithoutPrefetching<Dot>::Type, LinesAhead>(products);
     }
   }
@@ -90,12 +90,10 @@ inline void block_panels(const BlockProducts& products) {
 // (docs/decisions/0012).
 template <typename Dot>
 inline bool int8_prefetches_lines(const BlockProducts& products) {
-  if constexpr (prefetches_words<Dot, kTile.rows>()) {
-    return products.rows.count >= kPrefetchingLinesRows &&
-           products.shape.group_size * kBlockColumns >= Dot::kPrefetchBytes;
-  } else {
-    return products.rows.count >= kPrefetchingInt8LinesRows;
+  if constexpr (prefetches_words<Dot>()) {
+    if (products.shape.group_size * kBlockColumns < Dot::kPrefetchBytes) return false;
   }
+  return products.rows.count >= min_rows_for_lines<Dot>();
 }
 
 template <typename Dot, typename Scales>
@@ -125,7 +123,13 @@ inline void block_products_nibbles(const BlockProducts& products) {
     using Ahead = std::conditional_t<prefetches_lines<Dot>(), LinesAhead, NothingAhead>;
     return integer_products<Levels, Scales, Expanded, Ahead>(products);
   }
-  integer_products<Dot, Scales, IntegerGroup<Dot, Scales>>(products);
+  using Group = IntegerGroup<Dot, Scales>;
+  if constexpr (prefetches_lines<Dot>() && !prefetches_words<Dot>()) {
+    if (products.rows.count >= min_rows_for_lines<Dot>()) {
+      return integer_products<Dot, Scales, Group, LinesAhead>(products);
+    }
+  }
+  integer_products<Dot, Scales, Group>(products);
 }
 
 template <typename Levels, typename Code>
