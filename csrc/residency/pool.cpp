@@ -96,7 +96,6 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
              .reads = !source_.files.empty()},
             make_policy(options.policy, {layers(), experts()})) {
   if (source_.files.empty()) return;
-  vacant_.reserve(memory_->segments().size());
   loader_ = std::make_unique<Loader>(
       LoaderOptions{.slots = options.slots,
                     .record_bytes = options.record_bytes,
@@ -135,7 +134,7 @@ bool Pool::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts
   return true;
 }
 
-// Refused reads, and segments that cannot be detached, are events again.
+// Refused reads are events again.
 void Pool::carry_out() {
   for (Effects* effects = &core_.end_event(); effects->any(); effects = &core_.end_event()) {
     const bool reads = !effects->reads.empty() || !effects->raised.empty();
@@ -149,14 +148,13 @@ void Pool::carry_out() {
     if (effects->resized) resized_.notify_all();
     if (effects->forward_ended) forward_ended_.notify_all();
     if ((effects->landed || effects->freed || effects->idle) && progress_) progress_();
-    vacant_.assign(effects->vacant.begin(), effects->vacant.end());
+    for (int64_t segment : effects->vacant) {
+      if (!detach(segment)) core_.detach_failed(segment);
+    }
     effects->clear();
 
     while (auto refused = reads ? loader_->take_refused() : std::nullopt) {
       core_.failed(refused->slot, refused->bytes, std::move(*refused->error));
-    }
-    for (int64_t segment : vacant_) {
-      if (!detach(segment)) core_.detach_failed(segment);
     }
   }
 }
@@ -230,15 +228,6 @@ bool Pool::grow(Lock& lock) {
   core_.attach_failed(segment);
   carry_out();
   throw *error;
-}
-
-int64_t Pool::present_bytes() const {
-  int64_t bytes = 0;
-  for (size_t segment = 0; segment < memory_->segments().size(); ++segment) {
-    if (!core_.sizing().has_memory(static_cast<int64_t>(segment))) continue;
-    bytes += static_cast<int64_t>(memory_->segments()[segment].bytes);
-  }
-  return bytes;
 }
 
 Pool::Patience Pool::patience() const {
@@ -461,14 +450,18 @@ void Pool::validate() const {
   if (loader_ != nullptr) loader_->validate();
 }
 
-int64_t Pool::memory_bytes() const {
-  const Lock lock = locked();
-  return present_bytes() + (loader_ ? loader_->staging_bytes() : 0);
-}
-
 int64_t Pool::slot_bytes() const {
   const Lock lock = locked();
-  return present_bytes();
+  int64_t bytes = 0;
+  for (size_t segment = 0; segment < memory_->segments().size(); ++segment) {
+    if (!core_.sizing().has_memory(static_cast<int64_t>(segment))) continue;
+    bytes += static_cast<int64_t>(memory_->segments()[segment].bytes);
+  }
+  return bytes;
+}
+
+int64_t Pool::memory_bytes() const {
+  return slot_bytes() + (loader_ ? loader_->staging_bytes() : 0);
 }
 
 }  // namespace torch_mesh

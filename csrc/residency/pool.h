@@ -147,8 +147,8 @@ class Pool {
   // Error(kInvalid) if there is one already: a pool has one lender.
   void on_progress(std::function<void()> call);
   bool lent() const;  // whether there is such a call
-  // The memfd of a shared pool's slots, its size, and the offset of a record in it. Throw
-  // Error(kInvalid) for a pool that is not shared.
+  // The memfd of a shared pool's slots, which throws Error(kInvalid) for a pool that is not shared,
+  // its size, and the offset of a record in it.
   int shared_descriptor() const;
   int64_t shared_bytes() const { return options_.slots * options_.record_bytes; }
   int64_t shared_offset(const std::byte* record) const;
@@ -273,7 +273,6 @@ class Pool {
   // Attaches one segment that has to come back, without the lock while the kernel clears its pages.
   // False if there is none to attach now.
   bool grow(Lock& lock);
-  int64_t present_bytes() const;
 
   void on_ended(Loader::Ended ended);
   void keep_wrong_copy(Error error);
@@ -297,8 +296,7 @@ class Pool {
   Timeline timeline_;
   std::vector<Error> wrong_copies_;  // the first of each
   std::atomic<int32_t> unreported_copies_ = 0;
-  bool queued_ = false;          // there are queued reads since the last flush()
-  std::vector<int64_t> vacant_;  // segments
+  bool queued_ = false;  // there are queued reads since the last flush()
 
   std::unique_ptr<Loader> loader_;  // last: its threads use all of the above; null: memory only
 };
