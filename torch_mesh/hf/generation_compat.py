@@ -37,10 +37,10 @@ NAMES: tuple[Name, ...] = (
 # One forward for each token of one sequence. Others draft tokens or keep several sequences.
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
-# Multi-token prediction: all since transformers 5.23.
-MtpCache: Any = getattr(cache_utils, "MtpCache", None)
-MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
-MtpCandidateGenerator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
+# Multi-token prediction
+MtpCache: Any = cache_utils.MtpCache
+MtpModel: Any = modeling_layers.MtpModel
+MtpCandidateGenerator: Any = candidate_generator.MTPCandidateGenerator
 
 # Methods that may be overridden on an instance
 GET_CANDIDATE_GENERATOR = "_get_candidate_generator"

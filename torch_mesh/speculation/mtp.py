@@ -115,7 +115,7 @@ class KeptHeads(MtpCandidateGenerator):
 def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
     """Let ``generate(use_mtp=True)`` keep the heads of ``model``, if it has any, with their experts in a pool by
     ``patch_heads``."""
-    if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
+    if isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
         vars(model)[_PATCH_HEADS] = patch_heads
 
 
