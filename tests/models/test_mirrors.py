@@ -152,6 +152,17 @@ def test_a_conversion_is_not_begun_for_mirrors(raw: Path, mirror: Path, monkeypa
         _open(raw, weights="int4", mirrors=str(mirror))
 
 
+def test_a_plan_refuses_mirrors_of_experts_that_would_be_converted(raw: Path, mirror: Path, tmp_path: Path) -> None:
+    config = MeshConfig(weights="int8", mirrors=str(mirror), store=str(tmp_path / "store"))
+    for refused in (config, config.replace(store=None)):
+        with pytest.raises(ValueError, match=f"the experts of {raw} would be converted now: convert first"):
+            find_sizes(raw, refused)
+    convert(raw, tmp_path / "store", "int8")
+    assert find_sizes(raw, config).weights == "int8"
+    _open(raw, weights="int8")  # a conversion in the cache
+    assert find_sizes(raw, config.replace(store=None)).weights == "int8"
+
+
 @pytest.mark.usefixtures("copies")
 def test_the_second_pool_has_no_copies(raw: Path, tmp_path: Path) -> None:
     store = convert(raw, tmp_path / "store", "int8").store

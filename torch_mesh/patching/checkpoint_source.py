@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import warnings
@@ -22,6 +21,7 @@ from torch_mesh.formats import CALIBRATED_FORMATS, FORMATS, short_name
 from torch_mesh.models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from torch_mesh.modules.dense import CODES
 from torch_mesh.patching.expert_source import RecordSource
+from torch_mesh.pool.conversions import cached_conversion, refuse_mirrors, source_of_conversion
 from torch_mesh.pool.secondary_pool import Records, other_config, packed_format
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
@@ -41,7 +41,7 @@ from torch_mesh.store.convert import (
     write_rest,
 )
 from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
-from torch_mesh.store.disk_cache import cache_folder, note_use
+from torch_mesh.store.disk_cache import note_use
 from torch_mesh.store.folders import OtherStoreError, lock_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
@@ -126,14 +126,8 @@ def _destination(fingerprint: str, name: str, config: MeshConfig) -> tuple[str, 
     if config.store is not None:
         return config.weights, config.store
     weights = packed_format(config.weights)  # the cache has no conversion of what can be read as it is
-    source = f"{fingerprint} {weights} {config.group_size}"
-    return weights, _cached(f"{name}-{short_name(weights)}", source, weights)
-
-
-def _cached(name: str, source: str, weights: str) -> Path:
-    """The folder in the cache for a conversion of ``source``. A dot at its start would mark it as unfinished."""
-    digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
-    return cache_folder() / "stores" / f"{name.lstrip('.')}-{digest}"
+    source = source_of_conversion(fingerprint, weights, config.group_size)
+    return weights, cached_conversion(f"{name}-{short_name(weights)}", source, weights)
 
 
 class _RawSource(CheckpointSource):
@@ -162,12 +156,8 @@ class _RawSource(CheckpointSource):
 
     def _converted_as_chosen(self) -> Records:
         _, folder = _destination(self._experts.fingerprint, self._name, self.config)
-        if self.config.mirrors and not is_store(Path(folder)):  # the store is still to be made
-            raise ValueError(
-                f"mirrors={self.config.mirrors!r} need files that are read as they are, and the experts of "
-                f"{self.folder} would be converted now: convert first (torch-mesh convert), then copy the converted "
-                "folder to the other drives, and open it with mirrors."
-            )
+        if not is_store(Path(folder)):  # the store is still to be made
+            refuse_mirrors(self.folder, self.config.mirrors)
         try:
             return self._converted(self.config)
         except NoRoomError as error:
@@ -244,7 +234,7 @@ class _QuantizedSource(_RawSource):
             check_other_files(store, self.config.verify, codes=False, cached=self.config.store is None)
             self._files[:] = [str(path) for path in weight_files(store.folder)]
         elif self._experts.rest_is_quantized and (every := with_all_layers(self._experts)).rest_is_quantized:
-            folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
+            folder = cached_conversion(f"{self._name}-rest", self._fingerprint, "bf16")
             with progress_bar(f"Dequantizing the rest of {self._name}") as progress:
                 self._files[:] = map(str, write_rest(every, self._fingerprint, folder, progress))
             note_use(folder)

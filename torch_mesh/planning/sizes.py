@@ -16,6 +16,7 @@ from torch_mesh.formats import FORMATS, layer_formats, short_name
 from torch_mesh.models.families import ExpertsLayer, common_activation, describe_unpooled, find_experts, unpooled_layers
 from torch_mesh.models.tables import TableLayer, find_vocabularies
 from torch_mesh.modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
+from torch_mesh.pool.conversions import check_converted_for_mirrors
 from torch_mesh.pool.row_tables import tables_memory
 from torch_mesh.store.checkpoint import (
     TORCH_DTYPES,
@@ -150,6 +151,8 @@ def _checkpoint_sizes(
     exact = "bf16" if unconverted else "bf12"
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size, exact=exact)
     raw = unconverted and experts.reads_as(weights, group_size)
+    if not raw:
+        check_converted_for_mirrors(folder, config, experts.fingerprint, weights, group_size)
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
     )
