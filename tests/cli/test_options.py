@@ -90,6 +90,23 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     assert stderr.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["plan", ""], "model"),
+        (["convert", "here", "", "--weights", "int4"], "destination"),
+        (["plan", "here", "--prefetch", ""], "--prefetch"),
+        (["inspect", ""], "folder"),
+    ],
+)
+def test_an_empty_argument_is_refused_by_name(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and f"argument {name}: is empty" in capsys.readouterr().err
+
+
 def test_options_of_generate_behind_others_are_taken_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     """argparse of some versions of Python ends a list of words at the first option."""
     given = ["chat", "here", "--resident", "8GiB", "max_new_tokens=500"]

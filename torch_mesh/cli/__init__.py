@@ -78,6 +78,11 @@ class _Command(argparse.ArgumentParser):
             if option == "--debug":
                 hint = " (give it before the command)"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if value == "" or (isinstance(value, list) and "" in value):
+                name = "/".join(action.option_strings) or action.metavar or action.dest
+                self.error(f"argument {name}: is empty; give a value, or leave it out")
         return parsed, unknown
 
 

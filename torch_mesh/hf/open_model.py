@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,33 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     named, gguf = _named(folder)
+    return load_tokenizer(AutoTokenizer.from_pretrained, named, **gguf)
+
+
+def load_tokenizer(from_pretrained: Callable[..., Any], folder: str | os.PathLike[str], **arguments: Any) -> Any:
+    """A tokenizer, or a processor with one. ``folder`` may also be the name of a model of the hub.
+
+    Raises MeshError, which names a damaged file, if transformers can load none.
+    """
     try:
-        return AutoTokenizer.from_pretrained(named, **gguf)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return from_pretrained(folder, **arguments)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        damaged = _damaged_file(Path(folder))
+        if damaged is not None:
+            raise MeshError(f"{damaged} is no JSON object: fetch it again from where the model is published") from error
         raise MeshError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first file of a tokenizer or processor that holds no JSON object."""
+    for name in ("tokenizer_config.json", "tokenizer.json", "processor_config.json", "preprocessor_config.json"):
+        path = folder / name
+        try:
+            if path.is_file() and not isinstance(json.loads(path.read_bytes()), dict):
+                return path
+        except ValueError:
+            return path
+    return None
 
 
 def _named(folder: Path) -> tuple[Path, dict[str, str]]:

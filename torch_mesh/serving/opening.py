@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from torch_mesh.config import MeshConfig
+from torch_mesh.hf.open_model import load_tokenizer
 from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts, check_template_arguments, template_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
@@ -88,13 +89,14 @@ def open_for_serving(
 def open_processor(source: Source, trust_remote_code: bool) -> Any:
     """Open the tokenizer, or the processor of a model for pictures and sound.
 
-    Raises ``HubError`` at once for a model that cannot be had, and what ``from_pretrained`` raises.
+    Raises ``HubError`` at once for a model that cannot be had, and ``MeshError`` if transformers cannot load it.
     """
     from transformers import AutoProcessor, AutoTokenizer
 
     check_source(source)
     kind = AutoProcessor if source.file is None else AutoTokenizer
-    return kind.from_pretrained(_folder_of(source), **_location(source), trust_remote_code=trust_remote_code)
+    arguments = {**_location(source), "trust_remote_code": trust_remote_code}
+    return load_tokenizer(kind.from_pretrained, _folder_of(source), **arguments)
 
 
 def check_source(source: Source) -> None:
