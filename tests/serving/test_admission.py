@@ -129,7 +129,7 @@ def test_sizes_that_an_error_suggests_are_accepted(
     door.check(prompt, new, known=0, held=0)
     short_of_memory(needed - 1)
     door.check(prompt, new, known=0, held=1)
-    with pytest.raises(RequestTooLongError, match=f"{prompt} tokens and asks for {new} more.*--resident") as error:
+    with pytest.raises(RequestTooLongError, match=f"{prompt} tokens and {new} to generate.*--resident") as error:
         door.check(prompt, new, known=0, held=0)
     fits = int(re.findall(r"at most (\d+) new tokens", str(error.value))[0])
     assert error.value.room == fits
@@ -282,7 +282,10 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
             with monkeypatch.context() as short:
                 short.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + needs.peak(498, 498, 500))
                 assert client.completions.create(**long).usage.completion_tokens <= 2  # and without a limit
-            with pytest.raises(openai.BadRequestError, match="asks for 1,500 more") as error:
+            with pytest.raises(openai.BadRequestError, match="1 to generate.*shorten it") as error:
+                client.completions.create(**long | {"prompt": [5] * 900})
+            assert error.value.param == "prompt"
+            with pytest.raises(openai.BadRequestError, match="1,500 to generate") as error:
                 client.completions.create(**ask, extra_body={"generation_config": '{"max_new_tokens": 1500}'})
             assert error.value.param == "generation_config"
             assert "bytes of memory" in refused(max_tokens=1500, stream=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from posts import post
 
 from torch_mesh.serving import requests
-from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.admission import shorten
+from torch_mesh.serving.errors import BodyTooLargeError, RequestError, RequestTooLongError
 from torch_mesh.serving.requests import check_values
 
 openai = pytest.importorskip("openai")
@@ -183,6 +188,57 @@ def test_bodies_are_checked_beside_the_event_loop(path: str, server: Any, monkey
     monkeypatch.setattr(requests, "check_values", check)
     assert post(server, path, CASES[path][0])[0] == 400
     assert threads and "torch-mesh-http" not in threads
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", CASES)
+def test_a_large_body_is_refused(path: str, chunked: bool, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BodyTooLargeError, "MAX_BYTES", 1 << 20)
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.address).netloc, timeout=60)
+    parts = [json.dumps(CASES[path][0]).encode(), *[b" " * (1 << 19)] * 3]
+    connection.request("POST", path, iter(parts) if chunked else b"".join(parts), encode_chunked=chunked,
+                       headers={"Content-Type": "application/json"})  # fmt: skip
+    answer = connection.getresponse()
+    error = json.load(answer)["error"]
+    assert answer.status == 413 and "more than 1 MiB" in error["message"]
+    assert "request_too_large" in (error.get("code"), error["type"])
+    connection.close()
+    assert post(server, path, CASES[path][0])[0] == 200
+
+
+def test_a_body_is_not_read_for_a_client_without_the_key(server: Any) -> None:
+    from torch_mesh.serving.app import build_app
+    from torch_mesh.serving.metrics import Metrics
+
+    app = build_app(server._service, Metrics(server._counters, server.engine.progress), False, "secret", None)
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"9")]}
+    asyncio.run(app(scope | {"query_string": b"", "http_version": "1.1"}, receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_each_answer_has_a_limit_of_its_own(server: Any) -> None:
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    fields = {"prompt_field": "prompt", "limit_field": "max_tokens"}
+    first, second = server._service.answers(inputs, {}, **fields, count=2)
+    limit = second.job.config.max_new_tokens
+    assert shorten(first.job.config, RequestTooLongError("", 3)) and first.job.config.max_new_tokens == 3
+    assert second.job.config.max_new_tokens == limit > 3
+
+
+def test_variables_that_the_server_sets_are_refused(server: Any) -> None:
+    for name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
+        body = {"messages": [USER], "chat_template_kwargs": {name: []}}
+        status, answer = post(server, "/v1/chat/completions", body)
+        assert status == 400 and f"has {name!r}, which the server sets" in answer["error"]["message"]
 
 
 def test_the_number_of_prompts_is_limited(server: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -301,6 +302,31 @@ def test_a_request_without_memory_is_named_by_its_line(
     error = capsys.readouterr().err
     assert "line 2: This request has" in error and "give a smaller --resident" in error
     assert "server" not in error and not answers.exists()
+
+
+def test_a_limit_that_no_request_gave_is_what_memory_allows(
+    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="Hello"), _line("b", prompt="Hello", max_tokens=3)])
+    monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + 200_000)
+    assert _run(folder, requests, answers) == 0
+    counts = {name: each["response"]["body"]["usage"]["completion_tokens"] for name, each in _read(answers).items()}
+    assert counts["b"] == 3 < counts["a"] < 500
+
+
+def test_a_full_disk_is_an_error_that_names_the_answers(
+    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(offline.os, "write", full)
+    assert _run(folder, requests, answers) == 1
+    assert f"{answers}: no space left on device" in capsys.readouterr().err
 
 
 def test_speculation_is_refused_before_opening_where_the_command_line_gave_it(

@@ -130,7 +130,7 @@ class Admission:
             rows = _largest(prompt - known, lambda more: peak(more, known + more, known + more + new) <= free)
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
-            f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "
+            f"This request has {prompt:,} tokens and {new:,} to generate: that takes {needed:,} bytes of memory, "
             f"and {free:,} are left. {advice}, or give a smaller --resident.",
             room,
         )
@@ -150,7 +150,7 @@ def check_positions(positions: int | None, prompt: int, new: int) -> None:
     room = positions - prompt
     advice = f"ask for at most {room:,} new tokens" if room > 0 else "shorten the prompt"
     raise RequestTooLongError(
-        f"This request has {prompt:,} tokens and asks for {new:,} more, but the model supports {positions:,} "
+        f"This request has {prompt:,} tokens and {new:,} to generate, but the model supports {positions:,} "
         f"(max_position_embeddings): {advice}.",
         room,
     )
@@ -163,7 +163,7 @@ def check_blocks(capacity: int, prompt: int, new: int) -> None:
         room = capacity - prompt
         advice = f"Ask for at most {room:,} new tokens" if room > 0 else "Shorten the prompt"
         raise RequestTooLongError(
-            f"This request has {prompt:,} tokens and asks for {new:,} more, but all blocks of keys hold "
+            f"This request has {prompt:,} tokens and {new:,} to generate, but all blocks of keys hold "
             f"{capacity:,}. {advice}, or give a larger --cb-num-blocks, or a smaller --resident.",
             room,
         )

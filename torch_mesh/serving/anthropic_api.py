@@ -116,6 +116,7 @@ class Anthropic:
             (answer,) = self._service.answers(
                 inputs,
                 given | {"stop": [text for text in given.get("stop_sequences", ()) if text]},
+                prompt_field="messages",
                 limit_field="max_tokens",
                 format=self._service.prompts.format,
                 continues=continues,

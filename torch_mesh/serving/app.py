@@ -24,6 +24,7 @@ from torch_mesh.serving.anthropic_api import Anthropic
 from torch_mesh.serving.errors import (
     AnsweredError,
     ApiKeyError,
+    BodyTooLargeError,
     HostError,
     MissingFieldError,
     answer_errors,
@@ -38,6 +39,7 @@ from torch_mesh.serving.service import Service
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
 _READ = ["GET", "HEAD"]
+_DISCARD_SECONDS = 5.0  # for the rest of a body that is refused
 QUIET = 10.0  # seconds of a silent stream until a comment keeps the connection open
 
 
@@ -56,7 +58,8 @@ def build_app(
     _add_answers(app, service)
     _add_models(app, service.served)
     _add_state(app, service, metrics)
-    # The middleware added last runs first.
+    # The middleware added last runs first: a body is read only for a client that may ask.
+    app.add_middleware(_BodyLimit)
     if api_key is not None:
         app.add_middleware(_ApiKeyMiddleware, key=api_key)
     if host is not None:
@@ -222,6 +225,46 @@ class _ApiKeyMiddleware:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = [bearer.strip()] if scheme.lower() == b"bearer" else []
         return any(hmac.compare_digest(each, self._key) for each in (*given, headers.get(b"x-api-key", b"")))
+
+
+class _BodyLimit:
+    """Reads a body before the application does, and refuses one that is too large."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        too_large = announced.isdigit() and int(announced) > BodyTooLargeError.MAX_BYTES
+        parts, more, size = [], not too_large, 0
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            too_large = size > BodyTooLargeError.MAX_BYTES
+            more = message.get("more_body", False) and not too_large
+        if too_large:
+            # A client that still sends when the connection is closed may not see the answer.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
+            error, status = describe_at(scope["path"], BodyTooLargeError())
+            return await JSONResponse(error, status, {"Connection": "close"})(scope, receive, send)
+        read = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        del parts
+
+        async def receiving() -> Any:
+            return read.pop() if read else await receive()
+
+        return await self._app(scope, receiving, send)
+
+
+async def _discard(receive: Callable[..., Any]) -> None:
+    while (await receive()).get("more_body", False):
+        pass
 
 
 class _RequestIds:

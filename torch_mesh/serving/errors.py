@@ -90,6 +90,21 @@ class HostError(AnsweredError):
         )
 
 
+class BodyTooLargeError(RequestError):
+    """A body of more than ``MAX_BYTES``."""
+
+    MAX_BYTES = 64 << 20  # pictures and sound of a long conversation, in base64
+
+    status = 413
+    code = "request_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"The request's body has more than {self.MAX_BYTES >> 20} MiB: send less, such as smaller pictures or a "
+            "shorter conversation."
+        )
+
+
 class StoppingError(AnsweredError):
     """The server is stopping, and this request did not finish in time."""
 
@@ -124,6 +139,7 @@ _ANTHROPIC = {
     403: "permission_error",
     404: "not_found_error",
     405: "not_found_error",
+    413: "request_too_large",
 }
 
 

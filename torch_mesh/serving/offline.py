@@ -187,11 +187,14 @@ class _SizedBatches(Batches):
         self._needs: list[tuple[int, int, int]] = []  # tokens of each sequence, and of its prompt, and its line
 
     def check(self, job: Job, count: int = 1) -> None:
-        """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
+        """Check all but the memory of given limits: ``choose_sizes`` checks it when all jobs are known."""
         self.check_options(job)
         prompt, new = len(job.prompt), job.config.max_new_tokens
         if (blocks := self._configured.get("num_blocks")) is not None:
             check_blocks(blocks * self._page, prompt, new)
+        elif job.may_shorten:  # to what fits when it is computed alone
+            assert self.kept.admission is not None
+            self.kept.admission.check(prompt, new, known=0, held=0)
         self._needs += [(prompt + new, prompt, self.line)] * count
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
@@ -350,5 +353,8 @@ def _write(file: Any, request: Request, status: int, body: Any) -> None:
     response = {"status_code": status, "request_id": request.digest, "body": body}
     line = {"id": new_id(_ANSWER_ID), "custom_id": request.id, "response": response, "error": None}
     left = memoryview(json.dumps(line).encode() + b"\n")
-    while left:
-        left = left[os.write(file.fileno(), left) :]
+    try:
+        while left:
+            left = left[os.write(file.fileno(), left) :]
+    except OSError as error:  # of a full disk, and does not name the file
+        raise OSError(error.errno, error.strerror, file.name) from error

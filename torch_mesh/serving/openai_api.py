@@ -152,6 +152,7 @@ class OpenAI:
         return service.answers(
             _not_empty(inputs, "messages"),
             given,
+            prompt_field="messages",
             limit_field=limit_field,
             count=given.get("n", 1),
             top=given.get("top_logprobs", 0) if given.get("logprobs") else None,
@@ -266,7 +267,9 @@ class OpenAI:
         top = top if best == count or top is not None else 0  # best_of compares probabilities
         answers: list[Answer] = []
         for each in inputs:
-            answers += service.answers(_not_empty(each, "prompt"), given, limit_field="max_tokens", count=best, top=top)
+            answers += service.answers(
+                _not_empty(each, "prompt"), given, prompt_field="prompt", limit_field="max_tokens", count=best, top=top
+            )
             if given.get("echo") and given.get("logprobs") is not None:
                 service.check_score(each)
         return inputs, answers
@@ -360,6 +363,7 @@ class OpenAI:
         (answer,) = service.answers(
             _not_empty(inputs, "input"),
             given,
+            prompt_field="input",
             limit_field="max_output_tokens",
             top=given.get("top_logprobs", 0) if includes else None,
             format=service.prompts.format,

@@ -171,6 +171,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
 # Arguments of apply_chat_template that are no variables of the template.
 RESERVED_ARGUMENTS = (
     "conversation",
+    "messages",  # what templates call the conversation
     "add_generation_prompt",
     "tools",
     "return_tensors",

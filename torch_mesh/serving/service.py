@@ -187,6 +187,7 @@ class Service:
         inputs: Mapping[str, Any],
         given: Mapping[str, Any],
         *,
+        prompt_field: str,
         limit_field: str,
         count: int = 1,
         top: int | None = None,
@@ -200,6 +201,7 @@ class Service:
         Args:
             inputs: of the model.
             given: fields of the request, by their names in chat completions.
+            prompt_field: the field with the prompt.
             limit_field: the field with the number of tokens.
             count: the number of answers.
             top: record log-probabilities of the chosen and the ``top`` most probable tokens.
@@ -236,8 +238,10 @@ class Service:
                 break
             except RequestTooLongError as error:
                 if not jobs[0].may_shorten or not shorten(config, error):
-                    error.param = field_of_limit or limit_field
+                    error.param = field_of_limit or prompt_field
                     raise
+        for job in jobs:
+            job.config = copy.copy(config)  # its limit may be lowered later, when there is less memory
         return [
             Answer(
                 self.engine,
