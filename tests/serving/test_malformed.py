@@ -225,6 +225,13 @@ def test_a_body_is_not_read_for_a_client_without_the_key(server: Any) -> None:
     assert sent[0]["status"] == 401
 
 
+def test_a_cache_that_needs_a_gpu_is_refused(server: Any) -> None:
+    for name in ("offloaded", "offloaded_static", "offloaded_hybrid"):
+        options = json.dumps({"max_new_tokens": 2, "cache_implementation": name})
+        error = _error(post(server, "/v1/completions", {"prompt": "In the", "generation_config": options}))
+        assert error["param"] == "cache_implementation" and "on the CPU" in error["message"]
+
+
 def test_each_answer_has_a_limit_of_its_own(server: Any) -> None:
     inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
     fields = {"prompt_field": "prompt", "limit_field": "max_tokens"}

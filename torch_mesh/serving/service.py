@@ -114,6 +114,12 @@ class Service:
                     count,
                 )
                 setattr(model.generation_config, name, 1)
+        if self._needs_gpu(model.generation_config):
+            cache = model.generation_config.cache_implementation
+            _LOG.warning(
+                "The generation_config of %s has an %s cache, which needs a GPU, and is not used.", served, cache
+            )
+            model.generation_config.cache_implementation = None
 
     def close(self) -> None:
         del self.model, self.prompts, self.engine
@@ -395,7 +401,16 @@ class Service:
                     f"{name} is {count}: a server generates one sequence at a time. Give 1, and n for more answers.",
                     "generation_config",
                 )
+        if self._needs_gpu(config):
+            raise RequestError(
+                f"cache_implementation is {config.cache_implementation!r}, which needs a GPU, but this model is on the "
+                "CPU: leave it out.",
+                "cache_implementation",
+            )
         return config, field
+
+    def _needs_gpu(self, config: GenerationConfig) -> bool:
+        return self.model.device.type == "cpu" and str(config.cache_implementation).startswith("offloaded")
 
     def _default_limit(self) -> int:
         """The limit of an answer whose request gives none, where as many tokens fit."""
