@@ -106,8 +106,7 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("--compile is not possible with --continuous-batching: leave one out")
     if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
         raise ValueError(f"--dtype {options['dtype']} is not a torch dtype: give auto, bfloat16, float16 or float32")
-    if options["device"] == "meta":
-        raise ValueError("--device meta computes nothing: give auto, cpu, or a device such as cuda:0")
+    _check_device(options["device"])
     blocks = {
         name.removeprefix(_BATCHES): value
         for name, value in options.items()
@@ -120,6 +119,22 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         torch.manual_seed(options["default_seed"])
     return options | derived
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    if name == "meta":
+        raise ValueError("--device meta computes nothing: give auto, cpu, or a device such as cuda:0")
+    if name in ("auto", "balanced", "balanced_low_0", "sequential"):  # transformers' own choices
+        return
+    try:
+        torch.empty(0, device=int(name) if name.isdigit() else name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each backend has its own
+        there = ["auto", "cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        raise ValueError(
+            f"--device {name} is not on this machine: give {', '.join(there[:-1])} or {there[-1]}"
+        ) from error
 
 
 def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
