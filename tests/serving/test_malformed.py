@@ -242,7 +242,7 @@ def test_each_answer_has_a_limit_of_its_own(server: Any) -> None:
 
 
 def test_variables_that_the_server_sets_are_refused(server: Any) -> None:
-    for name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
+    for name in ("messages", "conversation", "chat_template", "continue_final_message", "max_length"):
         body = {"messages": [USER], "chat_template_kwargs": {name: []}}
         status, answer = post(server, "/v1/chat/completions", body)
         assert status == 400 and f"has {name!r}, which the server sets" in answer["error"]["message"]

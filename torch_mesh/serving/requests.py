@@ -172,11 +172,19 @@ _FIELDS: dict[str, dict[str, Kind]] = {
 RESERVED_ARGUMENTS = (
     "conversation",
     "messages",  # what templates call the conversation
+    "chat_template",
     "add_generation_prompt",
+    "continue_final_message",
     "tools",
     "return_tensors",
     "return_dict",
+    "return_assistant_tokens_mask",
     "tokenize",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
     "load_audio_from_video",
     # The processor's own, which may be addresses of files.
     "audio",
