@@ -1,5 +1,6 @@
 import itertools
 import json
+import shutil
 import os
 import re
 from pathlib import Path
@@ -369,4 +370,12 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "configuration.py").write_text("raise AssertionError")
     with pytest.raises(UnsupportedModelError, match="'OwnForCausalLM' is code of the checkpoint"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"x"'])
+def test_a_config_that_is_no_object_is_named(content: str, mesh_tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(mesh_tiny, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(StoreError, match="config.json: is not a config: .* is not an object"):
         read_config(tmp_path)

@@ -8,6 +8,7 @@ A function that takes the folder of a checkpoint also takes a GGUF file, the fir
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -412,15 +413,19 @@ def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig
     if is_gguf(folder):
         return gguf_model.read_config(Path(folder))
     check_folder(folder)
-    if not (Path(folder) / "config.json").is_file():
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
+    with contextlib.suppress(ValueError, RecursionError):  # transformers names these, and reads other encodings
+        if not isinstance(content := json.loads(path.read_bytes()), dict):
+            raise store_error(path, f"is not a config: {content!r:.80} is not an object")
     try:
         table, _ = transformers.PretrainedConfig.get_config_dict(folder)
         if "AutoConfig" in (table.get("auto_map") or ()) and table.get("model_type") not in transformers.CONFIG_MAPPING:
             raise _own_code_error((table.get("architectures") or [""])[0])
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except RecursionError as problem:
-        raise store_error(Path(folder) / "config.json", "is not valid JSON: it nests too deep") from problem
+        raise store_error(path, "is not valid JSON: it nests too deep") from problem
     except _REFUSALS as problem:
         raise UnsupportedModelError(
             f"{folder}: transformers {transformers.__version__} refuses its config: {type(problem).__name__}: {problem}"
