@@ -285,6 +285,9 @@ def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
             with pytest.raises(openai.BadRequestError, match="1 to generate.*shorten it") as error:
                 client.completions.create(**long | {"prompt": [5] * 900})
             assert error.value.param == "prompt"
+            with pytest.raises(openai.BadRequestError, match="1 to generate.*shorten it") as error:
+                client.completions.create(**long | {"prompt": [5] * 900}, max_tokens=1)
+            assert error.value.param == "prompt"
             with pytest.raises(openai.BadRequestError, match="1,500 to generate") as error:
                 client.completions.create(**ask, extra_body={"generation_config": '{"max_new_tokens": 1500}'})
             assert error.value.param == "generation_config"

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch_mesh
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parsed = argparse.Namespace(debug="--debug" in given)
     try:
-        _parser(given).parse_args(given, parsed)
+        parser = _parser(given)
+        parser.parse_args(given, parsed)
+        _check_empty(parsed, given)
         if parsed.command not in _UNCHECKED:
             _check_extension()
         return parsed.run(parsed)
@@ -78,11 +81,6 @@ class _Command(argparse.ArgumentParser):
             if option == "--debug":
                 hint = " (give it before the command)"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        for action in self._actions:
-            value = getattr(parsed, action.dest, None)
-            if value == "" or (isinstance(value, list) and "" in value):
-                name = "/".join(action.option_strings) or action.metavar or action.dest
-                self.error(f"argument {name}: is empty; give a value, or leave it out")
         return parsed, unknown
 
 
@@ -121,6 +119,14 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
         if name == chosen or given is COMMANDS:
             importlib.import_module(f"{__name__}.{name}").add_arguments(command)
     return parser
+
+
+def _check_empty(parsed: argparse.Namespace, given: Sequence[str]) -> None:
+    """Raise ValueError for an argument without text. As a path it would be the current folder."""
+    for name, value in vars(parsed).items():
+        if "" in given and (value in ("", Path()) or (isinstance(value, list) and "" in value)):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option if option in given else name} is empty: give a value, or leave it out")
 
 
 def _check_extension() -> None:

@@ -42,7 +42,7 @@ def load_tokenizer(from_pretrained: Callable[..., Any], folder: str | os.PathLik
     """
     try:
         return from_pretrained(folder, **arguments)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # tokenizers raises no other class for files that are JSON
         damaged = _damaged_file(Path(folder))
         if damaged is not None:
             raise MeshError(f"{damaged} is no JSON object: fetch it again from where the model is published") from error
@@ -58,6 +58,8 @@ def _damaged_file(folder: Path) -> Path | None:
                 return path
         except ValueError:
             return path
+        except OSError:
+            continue  # the error of opening it names the file
     return None
 
 

@@ -234,23 +234,26 @@ class _BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] == "/health":
             return await self._app(scope, receive, send)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        announced = headers.get(b"content-length", b"0")
         too_large = announced.isdigit() and int(announced) > BodyTooLargeError.MAX_BYTES
-        parts, more, size = [], not too_large, 0
-        while more:
+        parts, unread, size = [], True, 0
+        while unread and not too_large:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             too_large = size > BodyTooLargeError.MAX_BYTES
-            more = message.get("more_body", False) and not too_large
+            unread = message.get("more_body", False)
         if too_large:
-            # A client that still sends when the connection is closed may not see the answer.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
+            # A client that still sends when the connection is closed may not see the answer. One that asks first sends
+            # nothing, unless this reads.
+            if unread and (parts or headers.get(b"expect", b"").lower() != b"100-continue"):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
             error, status = describe_at(scope["path"], BodyTooLargeError())
             return await JSONResponse(error, status, {"Connection": "close"})(scope, receive, send)
         read = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]

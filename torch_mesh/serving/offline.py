@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -172,6 +172,15 @@ def check_arguments(model: str, given: Mapping[str, Any]) -> str:
     return source_of(model).name
 
 
+class _Need(NamedTuple):
+    """A sequence to generate: its tokens, those of its prompt, its line, and whether its limit may be lowered."""
+
+    tokens: int
+    prompt: int
+    line: int
+    may_shorten: bool
+
+
 class _SizedBatches(Batches):
     """Batches with blocks and forwards sized for the jobs that are computed at once. By default transformers takes all
     free memory."""
@@ -184,18 +193,20 @@ class _SizedBatches(Batches):
         self._slots = asyncio.Semaphore(at_once)
         self._page = configured.get("block_size") or _PAGE
         self.line = 0  # of the request that is checked
-        self._needs: list[tuple[int, int, int]] = []  # tokens of each sequence, and of its prompt, and its line
+        self._needs: list[_Need] = []  # of the sequences that were checked
+        self._lowered: dict[int, int] = {}  # limits by the prompt's number of tokens, of requests that gave none
+        self._sized = False
 
     def check(self, job: Job, count: int = 1) -> None:
-        """Check all but the memory of given limits: ``choose_sizes`` checks it when all jobs are known."""
+        """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
         self.check_options(job)
         prompt, new = len(job.prompt), job.config.max_new_tokens
         if (blocks := self._configured.get("num_blocks")) is not None:
             check_blocks(blocks * self._page, prompt, new)
-        elif job.may_shorten:  # to what fits when it is computed alone
-            assert self.kept.admission is not None
-            self.kept.admission.check(prompt, new, known=0, held=0)
-        self._needs += [(prompt + new, prompt, self.line)] * count
+        if job.may_shorten and new > (room := self._lowered.get(prompt, new)):
+            raise RequestTooLongError("its limit was lowered", room)
+        if not self._sized:
+            self._needs += [_Need(prompt + new, prompt, self.line, job.may_shorten)] * count
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
         async with self._slots, contextlib.aclosing(super().tokens(job)) as batches:
@@ -203,21 +214,31 @@ class _SizedBatches(Batches):
                 yield batch
 
     def choose_sizes(self) -> None:
-        """Choose the number of blocks and rows. Raises ValueError if the longest sequence does not fit."""
-        self._needs.sort(reverse=True)
+        """Choose the number of blocks and rows, and lower the limits of requests that gave none to what fits. Raises
+        ValueError if the longest sequence does not fit."""
         admission = self.kept.admission
         assert admission is not None
-        longest, prompt, line = self._needs[0]
-        try:
-            admission.check(prompt, longest - prompt, known=0, held=0)
-        except RequestTooLongError as error:
-            raise ValueError(f"line {line}: {error}") from error
+        while True:
+            self._needs.sort(reverse=True)
+            longest = self._needs[0]
+            try:
+                admission.check(longest.prompt, longest.tokens - longest.prompt, known=0, held=0)
+                break
+            except RequestTooLongError as error:
+                if not longest.may_shorten or error.room < 1:
+                    raise ValueError(f"line {longest.line}: {error}") from error
+                self._lowered[longest.prompt] = error.room
+                tokens = longest.prompt + error.room
+                for index, each in enumerate(self._needs):
+                    if each.may_shorten and each.prompt == longest.prompt:
+                        self._needs[index] = each._replace(tokens=min(each.tokens, tokens))
+        self._sized = True
         free, chosen = admission.free_bytes(), self._needs[: self._at_once]
         # Beside the keys, each layer has copies of them, and masks of every row with every key.
-        while len(chosen) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, *_ in chosen) > free:
+        while len(chosen) > 1 and 2 * sum(admission.needs.cache(each.tokens) for each in chosen) > free:
             chosen.pop()
-        pages = sum(-(-tokens // self._page) for tokens, *_ in chosen)
-        rows = min(_MAX_ROWS, sum(prompt for _, prompt, _ in chosen) + len(chosen))
+        pages = sum(-(-each.tokens // self._page) for each in chosen)
+        rows = min(_MAX_ROWS, sum(each.prompt for each in chosen) + len(chosen))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(chosen) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
             sized["safety_margin"] = 0.0  # all sequences have their blocks to the end: no prompt waits for free blocks

@@ -114,12 +114,6 @@ class Service:
                     count,
                 )
                 setattr(model.generation_config, name, 1)
-        if self._needs_gpu(model.generation_config):
-            cache = model.generation_config.cache_implementation
-            _LOG.warning(
-                "The generation_config of %s has an %s cache, which needs a GPU, and is not used.", served, cache
-            )
-            model.generation_config.cache_implementation = None
 
     def close(self) -> None:
         del self.model, self.prompts, self.engine
@@ -244,7 +238,7 @@ class Service:
                 break
             except RequestTooLongError as error:
                 if not jobs[0].may_shorten or not shorten(config, error):
-                    error.param = field_of_limit or prompt_field
+                    error.param = field_of_limit if field_of_limit and error.room > 0 else prompt_field
                     raise
         for job in jobs:
             job.config = copy.copy(config)  # its limit may be lowered later, when there is less memory
@@ -410,7 +404,7 @@ class Service:
         return config, field
 
     def _needs_gpu(self, config: GenerationConfig) -> bool:
-        return self.model.device.type == "cpu" and str(config.cache_implementation).startswith("offloaded")
+        return str(config.cache_implementation).startswith("offloaded") and self.model.device.type == "cpu"
 
     def _default_limit(self) -> int:
         """The limit of an answer whose request gives none, where as many tokens fit."""
