@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from torch_mesh.config_fields import FIELDS, GROUPS, REMOVED, ConfigFields, Field, without_links
+from torch_mesh.config_fields import FIELDS, GROUPS, REMOVED, REMOVED_POLICIES, ConfigFields, Field, without_links
 from torch_mesh.validators import shown
 
 # Variables that are not fields: of the extension when it is loaded, of setup.py, and of torch-mesh serve.
@@ -93,6 +93,11 @@ class MeshConfig(ConfigFields, QuantizationConfigMixin):
                     f"The checkpoint's config.json sets {name}, which was removed and is ignored: {replacement}.",
                     stacklevel=2,
                 )
+        if own.get("policy") in REMOVED_POLICIES:
+            warnings.warn(
+                f"The checkpoint's config.json sets policy={own.pop('policy')!r}, which was removed and is ignored.",
+                stacklevel=2,
+            )
         own, unknown = _without_unknown(own)
         if unknown:
             warnings.warn(

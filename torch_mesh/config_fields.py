@@ -40,6 +40,9 @@ REMOVED = {
     "quotas": 'policy="heat" compares the experts of all layers, and has more hits than any policy with quotas',
 }
 
+# Policies of earlier releases, which a checkpoint may still set.
+REMOVED_POLICIES = ("slru", "2q", "sieve", "s3fifo", "wtinylfu")
+
 FieldsT = TypeVar("FieldsT")
 
 

@@ -149,9 +149,7 @@ void ChunkScheduler::count_begun(const Chunk& chunk) {
   if (drives_.size() == 1) return;
   for (int32_t index = 0; index < copies_.drives(); ++index) {
     Drive& drive = drives_[index];
-    if (copies_.descriptor(chunk.file, index) < 0 || ++drive.passed_over <= kForgetSpeedAfter) {
-      continue;
-    }
+    if (!is_on(chunk, index) || ++drive.passed_over <= kForgetSpeedAfter) continue;
     drive.seconds = drive.bytes_read = 0;
     drive.passed_over = 0;
   }

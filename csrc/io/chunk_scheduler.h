@@ -34,8 +34,8 @@ class ChunkScheduler {
   // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, which
   // are first come, first served. It is read from the drive that will have read it first, of those
   // with its file, and after an error from one that has not failed; the original of a request from
-  // the first drive alone. None when `depth` chunks are
-  // under way, or the limit of bytes on each drive with something to read.
+  // the first drive alone. None when `depth` chunks are under way, or the limit of bytes on each
+  // drive with something to read.
   std::optional<ChunkRead> next();
   // `result` and `final`: as in ChunkResult.
   void complete(int32_t chunk, int64_t result, bool final = false);

@@ -12,9 +12,9 @@
 //   zeros(scales)   the operand of a weight of zero, per column (integers)
 //   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
 //   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
-//   kPrefetchBytes, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it prefetches weights,
-//   if
-//                   it does (Prefetching, PrefetchingFar, PrefetchingLines, PrefetchingStreams)
+//   kPrefetchBytes, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it prefetches, if it
+//   does
+//                   (Prefetching, PrefetchingFar, PrefetchingLines, PrefetchingStreams)
 #pragma once
 
 #include <type_traits>

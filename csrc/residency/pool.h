@@ -147,8 +147,8 @@ class Pool {
   // Error(kInvalid) if there is one already: a pool has one lender.
   void on_progress(std::function<void()> call);
   bool lent() const;  // whether there is such a call
-  // The memfd of a shared pool's slots, which throws Error(kInvalid) for a pool that is not shared,
-  // its size, and the offset of a record in it.
+  // The memfd of a shared pool's slots, its size, and the offset of a record in it. The first
+  // throws Error(kInvalid) for a pool that is not shared.
   int shared_descriptor() const;
   int64_t shared_bytes() const { return options_.slots * options_.record_bytes; }
   int64_t shared_offset(const std::byte* record) const;

@@ -187,6 +187,8 @@ def test_a_checkpoint_with_the_fields_of_earlier_builds_opens() -> None:
     for name, value in {"quotas": "on", "pins": 0.5, "predictor": "/etc/passwd"}.items():
         with pytest.warns(UserWarning, match=f"config.json sets {name}, which was removed and is ignored"):
             assert MeshConfig.of_checkpoint(stored | {name: value}) == MeshConfig(policy="lru")
+    with pytest.warns(UserWarning, match="config.json sets policy='slru', which was removed and is ignored"):
+        assert MeshConfig.of_checkpoint(stored | {"policy": "slru"}) == MeshConfig()
 
 
 @pytest.mark.parametrize(

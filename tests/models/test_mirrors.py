@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -100,12 +101,21 @@ def test_a_damaged_copy_is_named_and_replaced_by_the_original(raw: Path, tmp_pat
     store = convert(raw, tmp_path / "store", "int4").store
     copy = shutil.copytree(store.folder, tmp_path / "copy")
     expected = logits_of(_open(store.folder, resident=1.0), ids)
-    model = _open(store.folder, resident=0.5, mirrors=copy)
+    model = _open(store.folder, resident=0.3, mirrors=copy)
+    next(patched_modules(model))._mesh_pool.engine.drain()
     for record_file in store.manifest.record_files:  # after it was compared with the original
         path = copy / record_file.name
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-    with pytest.warns(RuntimeWarning, match=rf"in {copy}/\S+ .* were read again from {store.folder}/.* are right"):
-        assert torch.equal(logits_of(model, ids), expected)
+    named = rf"in {re.escape(str(copy))}/\S+ .* were read again from {re.escape(str(store.folder))}/.* are right"
+
+    def read_from_the_copy() -> None:
+        for _ in range(20):  # a copy that seemed slow is read again after some hundred chunks
+            assert torch.equal(logits_of(model, ids), expected)
+            if torch_mesh.stats(model).second_reads > 0:
+                return
+
+    with pytest.warns(RuntimeWarning, match=named):
+        read_from_the_copy()
     counters = torch_mesh.stats(model)
     assert counters.second_reads > 0 and counters.failed == 0
     assert f"{counters.second_reads} reads were repeated after a wrong checksum" in str(counters).splitlines()
@@ -152,15 +162,18 @@ def test_a_conversion_is_not_begun_for_mirrors(raw: Path, mirror: Path, monkeypa
         _open(raw, weights="int4", mirrors=str(mirror))
 
 
-def test_a_plan_refuses_mirrors_of_experts_that_would_be_converted(raw: Path, mirror: Path, tmp_path: Path) -> None:
-    config = MeshConfig(weights="int8", mirrors=str(mirror), store=str(tmp_path / "store"))
+@pytest.mark.parametrize("weights", ["int8", "bf12"])
+def test_a_plan_refuses_mirrors_of_experts_that_would_be_converted(
+    weights: str, raw: Path, mirror: Path, tmp_path: Path
+) -> None:
+    config = MeshConfig(weights=weights, mirrors=str(mirror), store=str(tmp_path / "store"))
     for refused in (config, config.replace(store=None)):
         with pytest.raises(ValueError, match=f"the experts of {raw} would be converted now: convert first"):
             find_sizes(raw, refused)
-    convert(raw, tmp_path / "store", "int8")
-    assert find_sizes(raw, config).weights == "int8"
-    _open(raw, weights="int8")  # a conversion in the cache
-    assert find_sizes(raw, config.replace(store=None)).weights == "int8"
+    convert(raw, tmp_path / "store", weights)
+    assert find_sizes(raw, config).weights == weights
+    _open(raw, weights=weights)  # a conversion in the cache
+    assert find_sizes(raw, config.replace(store=None)).weights == weights
 
 
 @pytest.mark.usefixtures("copies")

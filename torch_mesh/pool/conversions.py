@@ -42,6 +42,8 @@ def check_converted_for_mirrors(
         stores = [Path(config.store)]
     else:
         packed = packed_format(weights)
+        if not FORMATS[packed].chosen_groups:
+            group_size = config.group_size  # as the cache names formats that choose their groups themselves
         digest = _digest(source_of_conversion(fingerprint, packed, group_size), packed)
         stores = list((cache_folder() / "stores").glob(f"*-{digest}"))
     if not any(map(is_store, stores)):

@@ -49,7 +49,7 @@ class Policy {
     return true;
   }
 
-  // Starts from the uses by earlier runs, before any other call. Most policies ignore it.
+  // Starts from the uses by earlier runs, before any other call.
   virtual void start_from(const ModelUse& use) { (void)use; }
   // The layer's next forward is the first of a new sequence: forgets what is true of one text, and
   // keeps what is true of the model.
