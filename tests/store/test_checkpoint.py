@@ -1,8 +1,8 @@
 import itertools
 import json
-import shutil
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
